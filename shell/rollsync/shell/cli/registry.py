@@ -1,0 +1,31 @@
+"""The table of subcommands.
+
+Rule kept here: a row costs no import; a command's module is loaded only when it is chosen.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class CommandModule(Protocol):
+    """What a subcommand's module defines."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the command's own arguments on its parser."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Does the job and returns the exit code."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row: the name on the command line, one line of help, and how to get the module."""
+
+    name: str
+    help: str
+    load: Callable[[], CommandModule]
+
+
+COMMANDS: tuple[Command, ...] = ()
