@@ -34,14 +34,27 @@ class ReserveFilled(Struct, frozen=True, kw_only=True, tag=True):
     dataloader_after: DataloaderState
 
 
+class ReserveDrawn(Struct, frozen=True, kw_only=True, tag=True):
+    """The first `count` prompts of the replacement reserve become reserved groups: there is
+    nothing else to hand out, or a resume had put them there."""
+
+    count: int
+    granularity: RecoveryGranularity
+    expected_generations: int
+
+
 class BatchAdmitted(Struct, frozen=True, kw_only=True, tag=True):
-    """The sampler's cursor moved to `dispatch_index` and the reserved groups are admitted."""
+    """The sampler's cursor moved to `dispatch_index` and the reserved groups are admitted.
+
+    The admission id follows from the dispatch index (`admission_id_of`).
+    """
 
     group_ids: tuple[str, ...]
-    admission_id: str
     dispatch_index: int
     target_step: int | None
     start_weight_version: int
+    shortfall: int = 0
+    """Groups that the batch lacks from the start, because the data ran out."""
 
 
 class AttemptDispatched(Struct, frozen=True, kw_only=True, tag=True):
@@ -134,13 +147,16 @@ class GroupDropped(Struct, frozen=True, kw_only=True, tag=True):
     """An unfinished or ready group will not be trained; its rows become garbage.
 
     With a prompt in the replacement reserve, its first prompt takes the group's place (with the
-    group's admission and target step); without one, a shortfall is recorded for the group's step.
+    group's phase, admission and target step); without one, a shortfall is recorded.
     """
 
     group_id: str
     reason: DropReason
     start_weight_version: int
     """Weight version served now: that of the replacement, if there is one."""
+    shortfall_step: int | None
+    """Target step that will lack a group if nothing replaces this one. None for a reserved group
+    (no batch counts it yet) and under a policy that oversamples. The sampler decides."""
 
 
 class GroupReturnedToReserve(Struct, frozen=True, kw_only=True, tag=True):
@@ -156,11 +172,23 @@ class RowsCleared(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RecoveryRedispatched(Struct, frozen=True, kw_only=True, tag=True):
-    """A resume took up an unfinished group: unsealed attempts are abandoned (all attempts, when
+    """A resume took up an unfinished group: running attempts are abandoned (sealed ones too, when
     the group restarts whole), and its recovery count grows."""
 
     group_id: str
     restart_whole: bool
+
+
+class ReadyGroupReopened(Struct, frozen=True, kw_only=True, tag=True):
+    """A ready group is generated again, in its batch: its rows were not loaded by a resume."""
+
+    group_id: str
+
+
+class CanonicalDuplicateDiscarded(Struct, frozen=True, kw_only=True, tag=True):
+    """A resume found the group unfinished *and* ready, trained or dropped: the ledger forgets it."""
+
+    group_id: str
 
 
 class NemoGymTaskIndexAdvanced(Struct, frozen=True, kw_only=True, tag=True):
@@ -172,6 +200,7 @@ class NemoGymTaskIndexAdvanced(Struct, frozen=True, kw_only=True, tag=True):
 RolloutEvent = (
     BatchReserved
     | ReserveFilled
+    | ReserveDrawn
     | BatchAdmitted
     | AttemptDispatched
     | SiblingSealed
@@ -188,5 +217,7 @@ RolloutEvent = (
     | GroupReturnedToReserve
     | RowsCleared
     | RecoveryRedispatched
+    | ReadyGroupReopened
+    | CanonicalDuplicateDiscarded
     | NemoGymTaskIndexAdvanced
 )

@@ -126,19 +126,22 @@ class PromptGroupRecoveryRecord(Struct, frozen=True, kw_only=True):
     """An unfinished prompt group: from the dataloader's hand-out until its commit to the replay."""
 
     group_id: str
+    """The prompt id: one hand-out of a prompt is one group, whatever happens to it."""
     admission_id: str | None
     """Groups of one dispatch batch share it; None while reserved."""
     prompt: PromptReference
     granularity: RecoveryGranularity
     expected_generations: int
     target_step: int | None
+    """Dispatch index of its batch, if the policy stamps it; see `batch_shortfall`."""
     start_weight_version: int | None
     """Weight version that the engines served at admission; None while reserved."""
     phase: PromptGroupPhase
     status: PromptGroupStatus
     siblings: tuple[RolloutSiblingRecord, ...]
     recovery_count: int = 0
-    """How many resumes have found it unfinished: bounds a poison prompt across resumes."""
+    """How many resumes have found it unfinished since a sibling was last sealed: this bounds a
+    poison prompt across resumes, and does not punish a long one that makes progress."""
 
 
 class RolloutRecoveryLedger(Struct, frozen=True, kw_only=True):
@@ -151,9 +154,13 @@ class ReplayGroup(Struct, frozen=True, kw_only=True):
     """A finished group whose rows are in the data plane and that no step has trained yet."""
 
     group_id: str
+    admission_id: str
+    """This and `granularity` are kept from the ledger: a group that must be generated again, or
+    replaced, goes back into its batch."""
+    granularity: RecoveryGranularity
     prompt: PromptReference
     sample_ids: tuple[str, ...]
-    """Row keys in the data plane, sibling by sibling."""
+    """Row keys in the data plane, one per sibling, in sibling order."""
     start_weight_version: int
     end_weight_version: int
     target_step: int | None
@@ -212,7 +219,8 @@ class RolloutRuntimeState(Struct, frozen=True, kw_only=True):
 
     replacement_reserve: Queue[PromptReference]
     batch_shortfall: HashTrieMap[int, int]
-    """Target step (or dispatch index of policies without stamps) -> groups it will lack."""
+    """Target step -> groups that it lacks. Target steps count from 0, as weight versions do: the
+    batch of target step `t` is trained on top of weight version `t`, as training step `t + 1`."""
     sampler_stamps_target_steps: bool = False
     finalizer_metrics_by_group: HashTrieMap[str, HashTrieMap[str, float]]
     finalizer_rewards_by_group: HashTrieMap[str, tuple[FinalizedReward, ...]]
@@ -247,6 +255,25 @@ class PromptPlace(StrEnum):
     RESERVE = "reserve"
     TRAINED = "trained"
     DROPPED = "dropped"
+
+
+def admission_id_of(dispatch_index: int) -> str:
+    """Admission id of the dispatch batch with this index: unique, as the cursor only advances."""
+    return f"admission-{dispatch_index}"
+
+
+def staged_key(group_id: str, sibling_index: int, attempt_index: int) -> str:
+    """Row key under which an attempt's output is staged until its group is finalized.
+
+    Every key of a group begins with its id and a slash, and ids have no slash: so no row can
+    belong to two groups, without any index of keys.
+    """
+    return f"{group_id}/{sibling_index}/attempt-{attempt_index}"
+
+
+def sample_id_of(group_id: str, sibling_index: int) -> str:
+    """Row key of a finished group's sibling. See `staged_key` for the rule of the prefix."""
+    return f"{group_id}/{sibling_index}"
 
 
 def fresh_state(
