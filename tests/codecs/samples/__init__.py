@@ -1,0 +1,18 @@
+"""Sample values of every kind: what the golden files hold and what hostile input starts from.
+
+One module per kind, with `SAMPLES: dict[str, DomainStruct]`; the keys name the cases. Every kind
+has at least `full` (every field filled, every collection with two members) and `empty` (every
+optional absent, every collection empty); where it has numbers also `extremes` (the smallest and
+largest legal ones), and where it has text `non-ascii`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from tests.codecs.samples import recovery_ledger
+
+SAMPLES: Final[Mapping[str, Mapping[str, object]]] = {
+    "rollout.recovery-ledger": recovery_ledger.SAMPLES,
+}
