@@ -186,7 +186,7 @@ class ReadyGroupReopened(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CanonicalDuplicateDiscarded(Struct, frozen=True, kw_only=True, tag=True):
-    """A resume found the group unfinished *and* ready, trained or dropped: the ledger forgets it."""
+    """A resume found the group unfinished and also ready or with an outcome: the ledger forgets."""
 
     group_id: str
 

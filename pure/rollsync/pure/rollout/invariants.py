@@ -1,0 +1,301 @@
+"""The rules that every reachable `RolloutState` keeps, as one checkable list.
+
+`apply` keeps them by construction; tests check that it does, and a restored state (which came from
+a file) is checked before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from msgspec import Struct
+
+from rollsync.pure.rollout._parts import first_unclaimed_step, staged_keys_of
+from rollsync.pure.rollout.account import account
+from rollsync.pure.rollout.state import (
+    PromptGroupPhase,
+    PromptGroupRecoveryRecord,
+    PromptGroupStatus,
+    ReplayGroup,
+    RolloutAttemptRecord,
+    RolloutAttemptStatus,
+    RolloutSiblingRecord,
+    RolloutState,
+    Trained,
+)
+
+
+class Rule(StrEnum):
+    """A rule's name, as `docs/resume-correctness.md` uses it."""
+
+    ONE_PLACE = "one_place"
+    """Every handed-out prompt has exactly one place."""
+    KEYS_AGREE = "keys_agree"
+    """A map's key is the id inside its value; a group's id is its prompt's."""
+    CONTIGUOUS = "contiguous"
+    """Siblings and attempts are numbered 0, 1, 2 and so on; a sibling has an attempt."""
+    LAST_ATTEMPT = "last_attempt"
+    """Only the last attempt of a sibling is reserved, dispatched or sealed."""
+    SEALED_FIELDS = "sealed_fields"
+    """An attempt has a receipt, reward, mask and staged keys exactly if it is sealed."""
+    STATUS = "status"
+    """A generating group has an unsealed sibling; at any other status it has none."""
+    PHASE = "phase"
+    """A reserved group has no admission, stamp, version or running attempt; an admitted one has."""
+    ADMISSION = "admission"
+    """Groups of one admission agree on phase and target step."""
+    STAMPS = "stamps"
+    """Target steps exist exactly if the policy stamps; none is beyond the cursor or passed."""
+    ROWS = "rows"
+    """A row has one owner, named by its key's prefix, or waits to be cleared."""
+    ROW_COUNTS = "row_counts"
+    """A ready group has a row, length, reward and mask per sibling."""
+    OPEN_STEP = "open_step"
+    """The open step is the next one, and its claims are in the replay index, each once."""
+    COUNTERS = "counters"
+    """No counter is negative, no weight version from the future, commit indices are distinct."""
+    SHORTFALL = "shortfall"
+    """A shortfall is positive, and of a batch that is admitted and not trained."""
+    FINALIZER_VALUES = "finalizer_values"
+    """Finalizer metrics and rewards belong to ready groups."""
+
+
+class Violation(Struct, frozen=True, kw_only=True):
+    """A broken rule: what it is about, and what is wrong."""
+
+    rule: Rule
+    subject: str
+    detail: str
+
+
+def check_invariants(state: RolloutState) -> tuple[Violation, ...]:
+    """Every violation in `state`; empty for every state that `apply` can reach. O(n)."""
+    return tuple(_violations(state))
+
+
+def _violations(state: RolloutState) -> Iterator[Violation]:
+    for prompt_id in account(state).in_two_places:
+        yield Violation(rule=Rule.ONE_PLACE, subject=prompt_id, detail="has more than one place")
+    for group_id, record in state.ledger.groups.items():
+        yield from _identity(group_id, record)
+        yield from _record(record)
+        yield from _versions(state, group_id, record.start_weight_version, record.target_step)
+    for group_id, group in state.replay.items():
+        yield from _identity(group_id, group)
+        yield from _ready(group)
+        yield from _versions(state, group_id, group.start_weight_version, group.target_step)
+    yield from _admissions(state)
+    yield from _rows(state)
+    yield from _open_step(state)
+    yield from _counters(state)
+    yield from _runtime(state)
+
+
+def _identity(group_id: str, group: PromptGroupRecoveryRecord | ReplayGroup) -> Iterator[Violation]:
+    if not group_id == group.group_id == group.prompt.prompt_id:
+        names = f"key {group_id}, group {group.group_id}, prompt {group.prompt.prompt_id}"
+        yield Violation(rule=Rule.KEYS_AGREE, subject=group_id, detail=names)
+
+
+def _record(record: PromptGroupRecoveryRecord) -> Iterator[Violation]:
+    name = record.group_id
+    indices = tuple(sibling.index for sibling in record.siblings)
+    if indices != tuple(range(record.expected_generations)) or not indices:
+        yield Violation(
+            rule=Rule.CONTIGUOUS,
+            subject=name,
+            detail=f"siblings {list(indices)}, expected {record.expected_generations}",
+        )
+    for sibling in record.siblings:
+        yield from _sibling(f"{name}, sibling {sibling.index}", sibling)
+    sealed = all(
+        sibling.attempts and sibling.attempts[-1].status is RolloutAttemptStatus.SEALED
+        for sibling in record.siblings
+    )
+    if sealed is (record.status is PromptGroupStatus.GENERATING):
+        detail = f"{record.status} with {'no' if sealed else 'an'} unsealed sibling"
+        yield Violation(rule=Rule.STATUS, subject=name, detail=detail)
+    admitted = record.phase is PromptGroupPhase.ADMITTED
+    for what, value in (
+        ("admission id", record.admission_id),
+        ("start weight version", record.start_weight_version),
+    ):
+        if (value is not None) is not admitted:
+            detail = f"{record.phase} with {what} {value}"
+            yield Violation(rule=Rule.PHASE, subject=name, detail=detail)
+    if not admitted and any(
+        attempt.status is not RolloutAttemptStatus.RESERVED
+        for sibling in record.siblings
+        for attempt in sibling.attempts
+    ):
+        yield Violation(rule=Rule.PHASE, subject=name, detail="reserved, but an attempt has run")
+
+
+def _sibling(name: str, sibling: RolloutSiblingRecord) -> Iterator[Violation]:
+    indices = tuple(attempt.index for attempt in sibling.attempts)
+    if indices != tuple(range(len(indices))) or not indices:
+        yield Violation(rule=Rule.CONTIGUOUS, subject=name, detail=f"attempts {list(indices)}")
+    ended = (RolloutAttemptStatus.FAILED, RolloutAttemptStatus.ABANDONED)
+    for attempt in sibling.attempts[:-1]:
+        if attempt.status not in ended:
+            detail = f"attempt {attempt.index} is {attempt.status}, and not the last"
+            yield Violation(rule=Rule.LAST_ATTEMPT, subject=name, detail=detail)
+    for attempt in sibling.attempts:
+        if not _seal_is_whole(attempt):
+            detail = f"attempt {attempt.index} is {attempt.status}, seal: {_seal_of(attempt)}"
+            yield Violation(rule=Rule.SEALED_FIELDS, subject=name, detail=detail)
+
+
+def _seal_is_whole(attempt: RolloutAttemptRecord) -> bool:
+    has = (
+        attempt.receipt is not None,
+        attempt.reward is not None,
+        attempt.masked is not None,
+        bool(attempt.staged_keys),
+    )
+    return all(has) if attempt.status is RolloutAttemptStatus.SEALED else not any(has)
+
+
+def _seal_of(attempt: RolloutAttemptRecord) -> str:
+    return (
+        f"receipt {attempt.receipt}, reward {attempt.reward}, mask {attempt.masked}, "
+        f"{len(attempt.staged_keys)} staged keys"
+    )
+
+
+def _ready(group: ReplayGroup) -> Iterator[Violation]:
+    counts = {
+        len(group.sample_ids),
+        len(group.lengths),
+        len(group.rewards),
+        len(group.masked),
+    }
+    if len(counts) != 1 or 0 in counts:
+        yield Violation(
+            rule=Rule.ROW_COUNTS,
+            subject=group.group_id,
+            detail=f"{len(group.sample_ids)} rows, {len(group.lengths)} lengths, "
+            f"{len(group.rewards)} rewards, {len(group.masked)} masks",
+        )
+    if group.end_weight_version < group.start_weight_version:
+        yield Violation(
+            rule=Rule.COUNTERS,
+            subject=group.group_id,
+            detail=f"ended at weight version {group.end_weight_version}, "
+            f"before it started at {group.start_weight_version}",
+        )
+
+
+def _versions(
+    state: RolloutState, group_id: str, version: int | None, target_step: int | None
+) -> Iterator[Violation]:
+    if version is None:
+        if target_step is not None:
+            detail = f"reserved, but stamped with target step {target_step}"
+            yield Violation(rule=Rule.STAMPS, subject=group_id, detail=detail)
+        return
+    if not 0 <= version <= state.progress.trainer_version:
+        detail = f"weight version {version}, the trainer has {state.progress.trainer_version}"
+        yield Violation(rule=Rule.COUNTERS, subject=group_id, detail=detail)
+    if (target_step is not None) is not state.runtime.sampler_stamps_target_steps:
+        detail = f"target step {target_step}, against the policy's stamping"
+        yield Violation(rule=Rule.STAMPS, subject=group_id, detail=detail)
+    elif target_step is not None and not (
+        state.progress.trainer_version <= target_step <= state.sampler_dispatch_index
+    ):
+        detail = (
+            f"target step {target_step}, outside {state.progress.trainer_version} to "
+            f"{state.sampler_dispatch_index}"
+        )
+        yield Violation(rule=Rule.STAMPS, subject=group_id, detail=detail)
+
+
+def _admissions(state: RolloutState) -> Iterator[Violation]:
+    """Groups of one admission that disagree on their target step (their phase is `Rule.PHASE`)."""
+    target_of: dict[str, int | None] = {}
+    unfinished = ((r.admission_id, r.target_step) for r in state.ledger.groups.values())
+    ready = ((g.admission_id, g.target_step) for g in state.replay.values())
+    for admission_id, target_step in (*unfinished, *ready):
+        if admission_id is None:
+            continue
+        first = target_of.setdefault(admission_id, target_step)
+        if first != target_step:
+            detail = f"target steps {first} and {target_step}"
+            yield Violation(rule=Rule.ADMISSION, subject=admission_id, detail=detail)
+
+
+def _rows(state: RolloutState) -> Iterator[Violation]:
+    owner_of: dict[str, str] = {}
+    staged = ((r.group_id, staged_keys_of(r)) for r in state.ledger.groups.values())
+    published = ((g.group_id, g.sample_ids) for g in state.replay.values())
+    for group_id, keys in (*staged, *published):
+        for key in keys:
+            owner = owner_of.setdefault(key, group_id)
+            if owner != group_id:
+                yield Violation(rule=Rule.ROWS, subject=key, detail=f"{owner} and {group_id}")
+            if not key.startswith(f"{group_id}/"):
+                yield Violation(rule=Rule.ROWS, subject=key, detail=f"owned by {group_id}")
+        if len(set(keys)) != len(keys):
+            yield Violation(rule=Rule.ROWS, subject=group_id, detail="owns a row twice")
+    for key in state.rows_to_clear:
+        if key in owner_of:
+            detail = f"waits to be cleared, and {owner_of[key]} owns it"
+            yield Violation(rule=Rule.ROWS, subject=key, detail=detail)
+
+
+def _open_step(state: RolloutState) -> Iterator[Violation]:
+    step = state.open_step
+    if step is None:
+        return
+    name = f"training step {step.step}"
+    if step.step != state.progress.train_steps + 1:
+        detail = f"after {state.progress.train_steps} steps"
+        yield Violation(rule=Rule.OPEN_STEP, subject=name, detail=detail)
+    if len(set(step.group_ids)) != len(step.group_ids):
+        yield Violation(rule=Rule.OPEN_STEP, subject=name, detail="claims a group twice")
+    for group_id in step.group_ids:
+        if group_id not in state.replay:
+            detail = f"claims {group_id}, which is not ready"
+            yield Violation(rule=Rule.OPEN_STEP, subject=name, detail=detail)
+
+
+def _counters(state: RolloutState) -> Iterator[Violation]:
+    progress, dataloader = state.progress, state.dataloader_state
+    for name, value, least in (
+        ("train steps", progress.train_steps, 0),
+        ("trainer version", progress.trainer_version, 0),
+        ("dataloader position", dataloader.position, 0),
+        ("dispatch index", state.sampler_dispatch_index, -1),
+        ("task index", state.next_nemo_gym_task_index, 0),
+    ):
+        if value < least:
+            yield Violation(rule=Rule.COUNTERS, subject=name, detail=f"{value} is below {least}")
+    if progress.current_epoch != dataloader.epoch:
+        detail = f"{progress.current_epoch}, the dataloader is in epoch {dataloader.epoch}"
+        yield Violation(rule=Rule.COUNTERS, subject="current epoch", detail=detail)
+    indices = [group.commit_index for group in state.replay.values()]
+    if len(set(indices)) != len(indices) or any(
+        not 0 <= index < state.next_commit_index for index in indices
+    ):
+        detail = f"not distinct, or not below {state.next_commit_index}"
+        yield Violation(rule=Rule.COUNTERS, subject="commit indices", detail=detail)
+    for prompt_id, outcome in state.outcomes.items():
+        last = progress.train_steps + (0 if isinstance(outcome, Trained) else 1)
+        if not 1 <= outcome.step <= last:
+            detail = f"has an outcome of step {outcome.step}, after {progress.train_steps} steps"
+            yield Violation(rule=Rule.COUNTERS, subject=prompt_id, detail=detail)
+
+
+def _runtime(state: RolloutState) -> Iterator[Violation]:
+    runtime = state.runtime
+    first = first_unclaimed_step(state) - (0 if state.open_step is None else 1)
+    for target_step, count in runtime.batch_shortfall.items():
+        if count < 1 or not first <= target_step <= state.sampler_dispatch_index:
+            detail = f"lacks {count}, batches {first} to {state.sampler_dispatch_index} are live"
+            yield Violation(
+                rule=Rule.SHORTFALL, subject=f"target step {target_step}", detail=detail
+            )
+    for group_id in (*runtime.finalizer_metrics_by_group, *runtime.finalizer_rewards_by_group):
+        if group_id not in state.replay:
+            yield Violation(rule=Rule.FINALIZER_VALUES, subject=group_id, detail="is not ready")
