@@ -16,6 +16,7 @@ from rollsync.codecs.envelope import Header, read_header
 from rollsync.codecs.errors import DecodeError, UnknownKind
 from rollsync.codecs.kind import Kind
 from rollsync.codecs.rollout.recovery_ledger import RECOVERY_LEDGER
+from rollsync.codecs.rollout.state import ROLLOUT_STATE
 
 T = TypeVar("T")
 
@@ -35,7 +36,10 @@ class AnyKind(Protocol):
     def decode_after(self, header: Header, data: bytes) -> Result[object, DecodeError]: ...
 
 
-KINDS: Final[tuple[AnyKind, ...]] = (RECOVERY_LEDGER,)
+KINDS: Final[tuple[AnyKind, ...]] = (
+    RECOVERY_LEDGER,
+    ROLLOUT_STATE,
+)
 _BY_NAME: Final = {kind.name: kind for kind in KINDS}
 _BY_DOMAIN: Final = {kind.domain: kind for kind in KINDS}
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from tests.codecs.samples import recovery_ledger
+from tests.codecs.samples import recovery_ledger, rollout_state
 
 SAMPLES: Final[Mapping[str, Mapping[str, object]]] = {
     "rollout.recovery-ledger": recovery_ledger.SAMPLES,
+    "rollout.state": rollout_state.SAMPLES,
 }
