@@ -7,8 +7,6 @@ it may yield another value, and then the bytes must be exactly those that `encod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from returns.pipeline import is_successful
 from returns.result import Result
@@ -17,32 +15,14 @@ from rollsync.codecs import DecodeError, decode_any, describe, encode
 from rollsync.codecs.envelope import HEADER_BYTES, read_header, seal
 from rollsync.codecs.errors import NewerVersion, UnknownKind, WrongKind
 from rollsync.codecs.registry import KINDS, AnyKind
+from tests.codecs.damage import SOME_BYTES, bit_flips, insertions, truncations
 from tests.codecs.samples import SAMPLES
 
-SOME_BYTES = (0x00, 0x01, 0x7F, 0x80, 0x90, 0xC0, 0xCB, 0xD9, 0xDD, 0xFF)
 DEEP = (b"\x91" * 100_000, b"\x81\xa1a" * 100_000, b"\x81\xa6groups" + b"\x91" * 100_000)
 LONG = tuple(
     code + b"\xff" * length_bytes
     for code, length_bytes in ((b"\xdd", 4), (b"\xdf", 4), (b"\xdb", 4), (b"\xc6", 4), (b"\xdc", 2))
 )
-
-
-def bit_flips(data: bytes) -> Iterator[bytes]:
-    for position in range(len(data)):
-        for bit in range(8):
-            flipped = data[position] ^ (1 << bit)
-            yield data[:position] + bytes((flipped,)) + data[position + 1 :]
-
-
-def truncations(data: bytes) -> Iterator[bytes]:
-    for length in range(len(data)):
-        yield data[:length]
-
-
-def insertions(data: bytes, values: tuple[int, ...]) -> Iterator[bytes]:
-    for position in range(len(data) + 1):
-        for value in values:
-            yield data[:position] + bytes((value,)) + data[position:]
 
 
 def check_refused(result: Result[object, DecodeError]) -> None:

@@ -7,12 +7,13 @@ written. A kind's package shows its history in one place:
         "room.name",
         domain=DomainStruct,
         history=first(v1.Thing).then(v2.Thing, v2.from_v1),
-        to_wire=v2.to_wire,
-        from_wire=v2.from_wire,
+        to_wire=to_wire,
+        from_wire=from_wire,
     )
 
 Each `vN.py` holds one wire struct (and the structs inside it), which never changes once released,
-and the pure function from the version before. Only the newest has `to_wire` and `from_wire`.
+and the pure function from the version before. `to_wire` and `from_wire` stand beside the history
+and know the newest version only.
 """
 
 from __future__ import annotations
