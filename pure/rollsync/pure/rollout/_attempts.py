@@ -151,11 +151,15 @@ def redispatched(
     )
     siblings = tuple(_taken_up(sibling, restart=event.restart_whole) for sibling in record.siblings)
     complete = all(_is_sealed(sibling) for sibling in siblings)
+    was_running = any(
+        sibling.attempts[-1].status is RolloutAttemptStatus.DISPATCHED
+        for sibling in record.siblings
+    )
     taken_up = replace(
         record,
         siblings=siblings,
         status=(PromptGroupStatus.READY_TO_FINALIZE if complete else PromptGroupStatus.GENERATING),
-        recovery_count=record.recovery_count + 1,
+        recovery_count=record.recovery_count + (1 if was_running else 0),
     )
     return with_rows_to_clear(with_record(state, taken_up), freed)
 

@@ -173,7 +173,8 @@ class RowsCleared(Struct, frozen=True, kw_only=True, tag=True):
 
 class RecoveryRedispatched(Struct, frozen=True, kw_only=True, tag=True):
     """A resume took up an unfinished group: running attempts are abandoned (sealed ones too, when
-    the group restarts whole), and its recovery count grows."""
+    the group restarts whole); if any was running, the group's recovery count grows.
+    """
 
     group_id: str
     restart_whole: bool

@@ -140,7 +140,7 @@ class PromptGroupRecoveryRecord(Struct, frozen=True, kw_only=True):
     status: PromptGroupStatus
     siblings: tuple[RolloutSiblingRecord, ...]
     recovery_count: int = 0
-    """How many resumes have found it unfinished since a sibling was last sealed: this bounds a
+    """How many resumes have found it running since a sibling was last sealed: this bounds a
     poison prompt across resumes, and does not punish a long one that makes progress."""
 
 

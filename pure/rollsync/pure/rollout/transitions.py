@@ -35,7 +35,7 @@ GroupDropped                 not finalizing, or ready             outcome noted;
                              and not claimed                      replacement, or shortfall
 RowsCleared                  all of them waiting to be cleared    forgotten
 RecoveryRedispatched         generating or ready_to_finalize      running attempts abandoned and
-                                                                  reserved anew; recoveries + 1
+                                                                  reserved anew; recoveries counted
 ReadyGroupReopened           ready and not claimed                replay -> admitted/generating
 CanonicalDuplicateDiscarded  unfinished *and* ready or with an    the ledger forgets it
                              outcome

@@ -1,0 +1,304 @@
+"""What a resume does with a captured state.
+
+`plan_resume` says, group by group, what a resume does and why, as events to apply: so a plan can be
+printed before anything changes (`explain`), and carrying it out is nothing but `apply`. Rule: a
+plan loses no prompt and trains none again, because its events keep the rules of `invariants`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rollsync.pure.rollout._attempts import failed_attempts
+from rollsync.pure.rollout._parts import staged_keys_of
+from rollsync.pure.rollout._sampling import admitted_groups, ready_groups, reserved_groups
+from rollsync.pure.rollout.account import place_of
+from rollsync.pure.rollout.decisions import SamplerLimits
+from rollsync.pure.rollout.events import (
+    AttemptDispatched,
+    CanonicalDuplicateDiscarded,
+    FinalizationFailed,
+    GroupReturnedToReserve,
+    ReadyGroupReopened,
+    RecoveryRedispatched,
+    RolloutEvent,
+    RowsCleared,
+)
+from rollsync.pure.rollout.sampler import PromptGroupSampler, drop_group
+from rollsync.pure.rollout.state import (
+    DropReason,
+    PromptGroupRecoveryRecord,
+    PromptGroupStatus,
+    PromptPlace,
+    RecoveryGranularity,
+    RolloutAttemptStatus,
+    RolloutState,
+)
+from rollsync.pure.rollout.transitions import apply
+
+
+class ReservedGroups(StrEnum):
+    """What a resume does with groups that were reserved and not admitted."""
+
+    READMIT = "readmit"
+    """They are the next batches, before any new prompt."""
+    RETURN_TO_RESERVE = "return_to_reserve"
+    """They become spares, for instance because batches are made differently now."""
+
+
+class ResumePolicy(Struct, frozen=True, kw_only=True):
+    """The settings of the resuming run that a plan depends on."""
+
+    sampler: PromptGroupSampler
+    limits: SamplerLimits
+    load_buffer: bool = True
+    """False: ready groups are generated again instead of loaded."""
+    reserved: ReservedGroups = ReservedGroups.READMIT
+    max_recoveries: int = 8
+    """Resumes in a row that may find a group running without one more sibling sealed; after them
+    the group is dropped as unrecoverable, for it may be what ends the run."""
+    max_failed_attempts: int = 3
+    """Failed attempts of one sibling, over all resumes, after which its group is dropped."""
+
+
+class KeptReady(Struct, frozen=True, kw_only=True, tag=True):
+    """Loaded with its rows; a training step can take it."""
+
+    group_id: str
+
+
+class ReadyRegenerated(Struct, frozen=True, kw_only=True, tag=True):
+    """Ready, but the buffer is not loaded: generated again in its batch."""
+
+    group_id: str
+
+
+class SiblingsResumed(Struct, frozen=True, kw_only=True, tag=True):
+    """Sealed siblings are kept, the others are generated again (none: it goes to finalization)."""
+
+    group_id: str
+    sealed: tuple[int, ...]
+    regenerate: tuple[int, ...]
+
+
+class RestartedWhole(Struct, frozen=True, kw_only=True, tag=True):
+    """Recovered by prompt group: every sibling is generated again."""
+
+    group_id: str
+    discarded: tuple[int, ...]
+    """Sealed siblings that this throws away."""
+
+
+class Readmitted(Struct, frozen=True, kw_only=True, tag=True):
+    """Reserved and not admitted: in one of the next batches."""
+
+    group_id: str
+
+
+class ReturnedToReserve(Struct, frozen=True, kw_only=True, tag=True):
+    """Reserved and not admitted: a spare from now on."""
+
+    group_id: str
+
+
+class DiscardedAsCanonical(Struct, frozen=True, kw_only=True, tag=True):
+    """Unfinished by the ledger, but its prompt has this place already."""
+
+    group_id: str
+    place: PromptPlace
+
+
+class DroppedAsUnrecoverable(Struct, frozen=True, kw_only=True, tag=True):
+    """Found running by too many resumes in a row, or with a sibling that failed too often."""
+
+    group_id: str
+    recovery_count: int
+    failed_attempts: int
+    """Those of the sibling that has most."""
+
+
+GroupPlan = (
+    KeptReady
+    | ReadyRegenerated
+    | SiblingsResumed
+    | RestartedWhole
+    | Readmitted
+    | ReturnedToReserve
+    | DiscardedAsCanonical
+    | DroppedAsUnrecoverable
+)
+
+
+class ResumePlan(Struct, frozen=True, kw_only=True):
+    """What a resume does. `explain` prints it."""
+
+    groups: tuple[GroupPlan, ...]
+    """One entry for each group of the captured state."""
+    events: tuple[RolloutEvent, ...]
+    """Lead from the captured state to `state`."""
+    state: RolloutState
+    rows_to_load: tuple[str, ...]
+    """Exactly the rows that `state` owns, sorted."""
+    dispatches: tuple[AttemptDispatched, ...]
+    """Attempts to send to the engines first, in this order, each with its event: those of the
+    earliest target steps first."""
+    to_finalize: tuple[str, ...]
+    """Groups whose siblings are all sealed."""
+    readmissions: tuple[str, ...]
+    """Reserved groups, in the order in which `PromptGroupSampler.admit` takes them."""
+
+
+def plan_resume(captured: RolloutState, policy: ResumePolicy) -> ResumePlan:
+    """What a resume does with a captured state. Total: it answers for every state."""
+    planner = _Planner(replace(captured, open_step=None))
+    for record in _in_order(list(planner.state.ledger.groups.values())):
+        _plan_unfinished(planner, record, policy)
+    for group in ready_groups(planner.state):
+        if policy.load_buffer and policy.sampler.supports_buffer_checkpoint:
+            planner.note(KeptReady(group_id=group.group_id))
+        else:
+            planner.do(
+                ReadyRegenerated(group_id=group.group_id),
+                ReadyGroupReopened(group_id=group.group_id),
+            )
+    garbage = tuple(sorted(planner.state.rows_to_clear))
+    if garbage:
+        # Rows that nothing owns are not loaded, which is as good as having cleared them.
+        planner.do(None, RowsCleared(keys=garbage))
+    return _plan_of(planner)
+
+
+_UNSETTLED = (PromptGroupStatus.FINALIZING, PromptGroupStatus.FINALIZATION_UNKNOWN)
+
+
+class _Planner:
+    """Collects a plan: each event is applied at once, so that the next decision sees it."""
+
+    def __init__(self, state: RolloutState) -> None:
+        self.state = state
+        self.groups: list[GroupPlan] = []
+        self.events: list[RolloutEvent] = []
+
+    def note(self, group: GroupPlan) -> None:
+        self.groups.append(group)
+
+    def do(self, group: GroupPlan | None, *events: RolloutEvent) -> None:
+        """Apply `events`; one that is refused would be a bug of this module, not an input."""
+        for event in events:
+            self.state = apply(self.state, event).unwrap()
+            self.events.append(event)
+        if group is not None:
+            self.groups.append(group)
+
+
+def _plan_unfinished(
+    planner: _Planner, record: PromptGroupRecoveryRecord, policy: ResumePolicy
+) -> None:
+    group_id = record.group_id
+    elsewhere = _other_place(planner.state, record)
+    if elsewhere is not None:
+        planner.do(
+            DiscardedAsCanonical(group_id=group_id, place=elsewhere),
+            CanonicalDuplicateDiscarded(group_id=group_id),
+        )
+        return
+    if record.admission_id is None:
+        if policy.reserved is ReservedGroups.READMIT:
+            planner.note(Readmitted(group_id=group_id))
+        else:
+            planner.do(
+                ReturnedToReserve(group_id=group_id), GroupReturnedToReserve(group_id=group_id)
+            )
+        return
+    if record.status in _UNSETTLED:
+        # A save refuses such a state. In one from elsewhere, the replay index is what counts, and
+        # it does not have the group: nothing was published.
+        planner.do(None, FinalizationFailed(group_id=group_id, outcome_known=True))
+    sealed = _siblings_by_seal(record, sealed=True)
+    unsealed = _siblings_by_seal(record, sealed=False)
+    failed = max(failed_attempts(sibling) for sibling in record.siblings)
+    poison = record.recovery_count >= policy.max_recoveries or failed >= policy.max_failed_attempts
+    if unsealed and poison:
+        event = drop_group(
+            policy.sampler,
+            planner.state,
+            group_id,
+            reason=DropReason.UNRECOVERABLE,
+            limits=policy.limits,
+        )
+        dropped = DroppedAsUnrecoverable(
+            group_id=group_id, recovery_count=record.recovery_count, failed_attempts=failed
+        )
+        planner.do(dropped, event)
+        return
+    whole = bool(unsealed) and record.granularity is RecoveryGranularity.PROMPT_GROUP
+    what: GroupPlan = (
+        RestartedWhole(group_id=group_id, discarded=sealed)
+        if whole
+        else SiblingsResumed(group_id=group_id, sealed=sealed, regenerate=unsealed)
+    )
+    planner.do(what, RecoveryRedispatched(group_id=group_id, restart_whole=whole))
+
+
+def _other_place(state: RolloutState, record: PromptGroupRecoveryRecord) -> PromptPlace | None:
+    """Where the prompt is beside the ledger; None in every state that `apply` can reach."""
+    without = replace(
+        state, ledger=replace(state.ledger, groups=state.ledger.groups.discard(record.group_id))
+    )
+    if record.group_id in state.replay or record.prompt.prompt_id in state.outcomes:
+        return place_of(without, record.group_id)
+    return None
+
+
+def _siblings_by_seal(record: PromptGroupRecoveryRecord, *, sealed: bool) -> tuple[int, ...]:
+    return tuple(
+        sibling.index
+        for sibling in record.siblings
+        if (sibling.attempts[-1].status is RolloutAttemptStatus.SEALED) is sealed
+    )
+
+
+def _in_order(records: list[PromptGroupRecoveryRecord]) -> list[PromptGroupRecoveryRecord]:
+    """The order of redispatch: earliest target step (or weights), then order of hand-out."""
+
+    def urgency(record: PromptGroupRecoveryRecord) -> tuple[bool, int, int, int]:
+        due = record.target_step if record.target_step is not None else record.start_weight_version
+        return (due is None, due or 0, record.prompt.epoch, record.prompt.position)
+
+    return sorted(records, key=urgency)
+
+
+def _staging_rows(state: RolloutState) -> tuple[str, ...]:
+    records = state.ledger.groups.values()
+    return tuple(sorted(key for record in records for key in staged_keys_of(record)))
+
+
+def _plan_of(planner: _Planner) -> ResumePlan:
+    state = planner.state
+    admitted = _in_order(admitted_groups(state))
+    replay_rows = (key for group in state.replay.values() for key in group.sample_ids)
+    return ResumePlan(
+        groups=tuple(planner.groups),
+        events=tuple(planner.events),
+        state=state,
+        rows_to_load=tuple(sorted((*replay_rows, *_staging_rows(state)))),
+        dispatches=tuple(
+            AttemptDispatched(
+                group_id=record.group_id,
+                sibling_index=sibling.index,
+                attempt_index=sibling.attempts[-1].index,
+            )
+            for record in admitted
+            for sibling in record.siblings
+            if sibling.attempts[-1].status is RolloutAttemptStatus.RESERVED
+        ),
+        to_finalize=tuple(
+            record.group_id
+            for record in admitted
+            if record.status is PromptGroupStatus.READY_TO_FINALIZE
+        ),
+        readmissions=tuple(record.group_id for record in reserved_groups(state)),
+    )

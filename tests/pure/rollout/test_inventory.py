@@ -1,0 +1,104 @@
+"""The one check of state against rows that saving and restoring share."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from rollsync.pure.rollout.inventory import (
+    BatchesUnaccounted,
+    CapacityTooSmall,
+    InventoryProblem,
+    RowsMissing,
+    RowsUnowned,
+    RuleBroken,
+    StampingDiffers,
+    describe_problem,
+    owned_rows,
+    restoring_problems,
+    saving_problems,
+    take_inventory,
+)
+from rollsync.pure.rollout.sampler import InOrderSampler, PromptGroupSampler, ReadyFirstSampler
+from rollsync.pure.rollout.state import RolloutState, sample_id_of, staged_key
+from tests.pure.rollout.events_kit import admitted, after, dispatch, made_ready, seal
+
+
+def problems(
+    state: RolloutState,
+    *rows: str,
+    sampler: PromptGroupSampler | None = None,
+    batch: int = 2,
+    capacity: int | None = None,
+) -> tuple[InventoryProblem, ...]:
+    return restoring_problems(
+        take_inventory(state, rows),
+        state,
+        sampler=ReadyFirstSampler() if sampler is None else sampler,
+        num_prompts_per_step=batch,
+        buffer_capacity=capacity,
+    )
+
+
+def half_done() -> RolloutState:
+    state = made_ready(admitted(0, 1), "e0p0")
+    return after(state, dispatch("e0p1", 0), seal("e0p1", 0))
+
+
+def test_a_state_with_exactly_its_rows_has_no_problem() -> None:
+    state = half_done()
+    assert owned_rows(state) == (
+        sample_id_of("e0p0", 0),
+        sample_id_of("e0p0", 1),
+        staged_key("e0p1", 0, 0),
+    )
+    assert problems(state, *owned_rows(state), capacity=4) == ()
+
+
+def test_missing_rows_are_named_with_their_group() -> None:
+    state = half_done()
+    found = problems(state, sample_id_of("e0p0", 0))
+    assert found == (
+        RowsMissing(group_id="e0p0", keys=(sample_id_of("e0p0", 1),)),
+        RowsMissing(group_id="e0p1", keys=(staged_key("e0p1", 0, 0),)),
+    )
+    assert saving_problems(take_inventory(state, (sample_id_of("e0p0", 0),))) == found
+
+
+def test_unowned_rows_are_a_problem_of_restoring_only() -> None:
+    state = half_done()
+    inventory = take_inventory(state, (*owned_rows(state), "e0p9/0"))
+    assert saving_problems(inventory) == ()
+    assert problems(state, *owned_rows(state), "e0p9/0") == (RowsUnowned(keys=("e0p9/0",)),)
+
+
+def test_rows_that_wait_to_be_cleared_are_no_problem_while_the_run_goes_on() -> None:
+    state = half_done()
+    garbage = staged_key("e0p0", 0, 0)
+    assert garbage in state.rows_to_clear
+    assert take_inventory(state, (*owned_rows(state), garbage)).unowned == ()
+
+
+def test_a_smaller_buffer_is_an_error_that_says_what_to_raise() -> None:
+    state = half_done()
+    found = problems(state, *owned_rows(state), capacity=1)
+    assert found == (CapacityTooSmall(needed=4, capacity=1),)
+    assert "raise the buffer capacity to at least 4" in describe_problem(found[0])
+
+
+def test_another_batch_size_or_kind_of_sampler_is_an_error() -> None:
+    state = half_done()
+    rows = owned_rows(state)
+    found = problems(state, *rows, batch=3)
+    assert found == (BatchesUnaccounted(difference=-1, num_prompts_per_step=3),)
+    assert "num_prompts_per_step" in describe_problem(found[0])
+    found = problems(state, *rows, sampler=InOrderSampler())
+    assert found == (StampingDiffers(state_stamps=False),)
+    assert "does not stamp" in describe_problem(found[0])
+
+
+def test_a_state_that_contradicts_itself_is_refused() -> None:
+    state = half_done()
+    broken = replace(state, sampler_dispatch_index=-2)
+    found = problems(broken, *owned_rows(state))
+    assert any(isinstance(each, RuleBroken) for each in found)
+    assert all(describe_problem(each) for each in found)
