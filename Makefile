@@ -71,11 +71,12 @@ $(VENV)/.ready: $(VENV)/.packages pyproject.toml
 
 # The whole environment is made anew: an update in place would keep what the lock has dropped.
 $(VENV)/.packages: requirements/torch.txt requirements/cpu.txt requirements/compiled.txt
-	@echo "Making the environment in $(VENV)/ (once; two minutes or more, about 3 GB)"
+	@echo "Making the environment in $(VENV)/ (once; two to four minutes, about 3 GB)"
 	@python=$$(PYTHON="$(PYTHON)" sh requirements/find-python.sh) && "$$python" -m venv --clear $(VENV)
 	$(PIP) install --no-compile --constraint requirements/cpu.txt -r requirements/torch.txt
 	$(PIP) install --no-compile --no-deps -r requirements/cpu.txt
-	@$(PIP) install --no-compile --no-deps -r requirements/compiled.txt 2> $(VENV)/compiled.log \
-	    || echo "Going on without requirements/compiled.txt (see $(VENV)/compiled.log)"
+	@$(PIP) install --no-compile --no-deps -r requirements/compiled.txt 2> $(VENV)/compiled.log || { \
+	    echo "Going on without requirements/compiled.txt (see $(VENV)/compiled.log)"; \
+	    touch "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; }
 	@$(PY) -m compileall -q -j 0 $(VENV)/lib > $(VENV)/compileall.log 2>&1 || true
 	@touch $@
