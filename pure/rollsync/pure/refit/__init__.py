@@ -1,13 +1,29 @@
 """Decisions about moving a policy's weights into generation engines.
 
     plan = plan_buckets([TensorSpec("model.norm.weight", (896,), "bfloat16")], 64 * MEBIBYTE)
+    table = plan_routes(train_world_size=2, rollout_world_size=4)
 
 Every function here is pure: it neither moves nor reads a weight. `rollsync.shell.refit` gathers
-what these functions ask for, and carries out what they answer.
+what these functions ask for, and carries out what they answer. Expected errors are values in a
+`Result`; `describe` puts them into words.
+
+The modules: `buckets` (where each byte lies), `agreement` (of two sides on that), `bucket_size`,
+`metadata` (the order of the workers), `routes` (who sends to whom), `lifecycle` (what an engine
+may generate with), `dtypes`, `errors`.
 """
 
-from typing import Final
-
+from rollsync.pure.refit.agreement import (
+    PLAN_VERSION,
+    check_sent,
+    first_difference,
+    plan_digest,
+)
+from rollsync.pure.refit.bucket_size import (
+    MEBIBYTE,
+    host_memory_share,
+    parse_ratio,
+    resolve_bucket_bytes,
+)
 from rollsync.pure.refit.buckets import (
     ALIGNMENT_BYTES,
     BucketPlan,
@@ -20,24 +36,62 @@ from rollsync.pure.refit.buckets import (
     place_tensor,
     plan_buckets,
 )
+from rollsync.pure.refit.describe import describe
 from rollsync.pure.refit.dtypes import DTYPE_BYTES
-from rollsync.pure.refit.errors import PlanError, describe
-
-MEBIBYTE: Final = 1024 * 1024
+from rollsync.pure.refit.errors import PlanDifference, PlanError, RefitError
+from rollsync.pure.refit.metadata import (
+    Topology,
+    flatten_metadata,
+    ordered_generation_metadata,
+    plan_topology,
+    rollout_rank,
+    sort_ranked_metadata,
+)
+from rollsync.pure.refit.routes import (
+    PolicyWorker,
+    RolloutWorker,
+    Route,
+    RoutingTable,
+    Sites,
+    choose_engine,
+    plan_routes,
+)
 
 __all__ = [
     "ALIGNMENT_BYTES",
     "DTYPE_BYTES",
     "MEBIBYTE",
+    "PLAN_VERSION",
     "BucketPlan",
     "Chunk",
     "Cursor",
     "Placement",
+    "PlanDifference",
     "PlanError",
+    "PolicyWorker",
+    "RefitError",
+    "RolloutWorker",
+    "Route",
+    "RoutingTable",
+    "Sites",
     "TensorSpec",
+    "Topology",
     "check_bucket_bytes",
+    "check_sent",
     "check_tensor",
+    "choose_engine",
     "describe",
+    "first_difference",
+    "flatten_metadata",
+    "host_memory_share",
+    "ordered_generation_metadata",
+    "parse_ratio",
     "place_tensor",
     "plan_buckets",
+    "plan_digest",
+    "plan_routes",
+    "plan_topology",
+    "resolve_bucket_bytes",
+    "rollout_rank",
+    "sort_ranked_metadata",
 ]

@@ -1,0 +1,95 @@
+"""How large a bucket is: a share of the memory of the worker that has least.
+
+Rule kept here: the configured ratio is checked by name before anybody is asked for memory, so that
+a typing error costs no remote call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from returns.result import Failure, Result, Success
+
+from rollsync.pure.refit.errors import (
+    BucketSizeError,
+    BucketTooSmall,
+    MemoryNotPositive,
+    NoMemoryReported,
+    RatioError,
+    RatioNotANumber,
+    RatioOutOfRange,
+    Side,
+)
+
+MEBIBYTE: Final = 1024 * 1024
+RATIO_SETTING: Final = "update_weights_bucket_memory_ratio"
+"""The name of the ratio in the configuration."""
+
+
+def parse_ratio(value: object) -> Result[float, RatioError]:
+    """The configured share of memory that one bucket takes, strictly between 0 and 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return Failure(RatioNotANumber(setting=RATIO_SETTING, value=repr(value)))
+    # Compared before the conversion: an int may be too large for a float.
+    if not 0 < value < 1:
+        shown = float(value) if isinstance(value, float) or abs(value) < 2**1023 else math.inf
+        return Failure(RatioOutOfRange(setting=RATIO_SETTING, value=shown))
+    return Success(float(value))
+
+
+def resolve_bucket_bytes(
+    ratio: float,
+    *,
+    policy_memory_bytes: Sequence[int],
+    rollout_memory_bytes: Sequence[int],
+) -> Result[int, BucketSizeError]:
+    """The size of a bucket in bytes, a multiple of a MiB.
+
+    Args:
+        ratio: The share, from `parse_ratio`.
+        policy_memory_bytes: Total memory of every policy worker, by rank.
+        rollout_memory_bytes: Total memory of every rollout worker, by rank.
+    """
+    reported: tuple[tuple[Side, Sequence[int]], ...] = (
+        ("policy", policy_memory_bytes),
+        ("rollout", rollout_memory_bytes),
+    )
+    totals: list[tuple[int, Side, int]] = []
+    for side, side_bytes in reported:
+        if not side_bytes:
+            return Failure(NoMemoryReported(side=side))
+        for worker, total_bytes in enumerate(side_bytes):
+            if total_bytes <= 0:
+                return Failure(MemoryNotPositive(side=side, worker=worker, total_bytes=total_bytes))
+            totals.append((total_bytes, side, worker))
+    smallest_bytes, side, worker = min(totals)
+    mebibytes = int(smallest_bytes * ratio) // MEBIBYTE
+    if mebibytes < 1:
+        return Failure(
+            BucketTooSmall(
+                setting=RATIO_SETTING,
+                ratio=ratio,
+                side=side,
+                worker=worker,
+                total_bytes=smallest_bytes,
+            )
+        )
+    return Success(mebibytes * MEBIBYTE)
+
+
+def host_memory_share(
+    *, host_bytes: int, container_limit_bytes: int | None, workers_on_host: int
+) -> int:
+    """Total memory that a worker without an accelerator reports: its share of the host's.
+
+    Args:
+        host_bytes: Memory of the host.
+        container_limit_bytes: What the container may use of it, where there is a limit.
+        workers_on_host: How many workers of either side share it, at least 1.
+    """
+    usable_bytes = host_bytes
+    if container_limit_bytes is not None:
+        usable_bytes = min(host_bytes, container_limit_bytes)
+    return usable_bytes // workers_on_host

@@ -1,0 +1,167 @@
+"""Who sends the weights to whom: one table for all workers of both sides.
+
+With at least as many policy workers as rollout workers, policy i feeds rollout i and the rest feed
+nobody. (They still drain their weights: making them may take collectives that all must join.)
+With fewer, each policy worker has an equal share of the rollout workers, in rank order. Where
+hosts are known, a policy worker sends the weights once over the link to the first host, to the
+first of its workers there, and that one hands them on: to the others on its host, and to the first
+one on the next host. So no link between hosts carries them more often than once per policy worker.
+
+Rule kept here: every rollout worker has exactly one sender, and following senders from it leads to
+a policy worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+from returns.result import Failure, Result, Success
+
+from rollsync.pure.refit.errors import EmptyWorld, RouteError, SitesIncomplete
+
+
+class PolicyWorker(Struct, frozen=True, tag=True):
+    """A policy worker, by its rank."""
+
+    rank: int
+
+
+class RolloutWorker(Struct, frozen=True, tag=True):
+    """A rollout worker, by its rank among all rollout workers."""
+
+    rank: int
+
+
+Sender = PolicyWorker | RolloutWorker
+
+
+class Sites(Struct, frozen=True, kw_only=True):
+    """Where the workers are, and what they keep.
+
+    Attributes:
+        policy_hosts: Host name of every policy worker, by rank.
+        rollout_hosts: Host name of every rollout worker, by rank.
+        rollout_shards: A number for what each rollout worker keeps, by rank: workers with the same
+            one keep the same parts of the weights, and can hand them on to each other. Empty when
+            every worker is sent everything.
+    """
+
+    policy_hosts: tuple[str, ...]
+    rollout_hosts: tuple[str, ...]
+    rollout_shards: tuple[int, ...] = ()
+
+
+class Route(Struct, frozen=True):
+    """One edge of the table: the weights that `receiver` gets, it gets from `sender`."""
+
+    sender: Sender
+    receiver: RolloutWorker
+
+
+class RoutingTable(Struct, frozen=True, kw_only=True):
+    """All routes, the one to rollout rank r at index r."""
+
+    train_world_size: int
+    rollout_world_size: int
+    routes: tuple[Route, ...]
+
+    def sender_to(self, rollout_rank: int) -> Sender:
+        """Who sends to a rollout worker."""
+        return self.routes[rollout_rank].sender
+
+    def receivers_of(self, sender: Sender) -> tuple[int, ...]:
+        """The rollout ranks that a worker sends to, in order; none for an idle one."""
+        return tuple(route.receiver.rank for route in self.routes if route.sender == sender)
+
+    def path_to(self, rollout_rank: int) -> tuple[Sender, ...]:
+        """The senders between a policy worker, which comes first, and a rollout worker."""
+        path: list[Sender] = []
+        sender = self.sender_to(rollout_rank)
+        while isinstance(sender, RolloutWorker):
+            path.append(sender)
+            sender = self.sender_to(sender.rank)
+        return (sender, *reversed(path))
+
+    @property
+    def idle_policy_ranks(self) -> tuple[int, ...]:
+        """Policy workers that feed nobody, and only drain their weights."""
+        feeding = {r.sender.rank for r in self.routes if isinstance(r.sender, PolicyWorker)}
+        return tuple(rank for rank in range(self.train_world_size) if rank not in feeding)
+
+
+def plan_routes(
+    train_world_size: int, rollout_world_size: int, sites: Sites | None = None
+) -> Result[RoutingTable, RouteError]:
+    """The whole table, the same on every worker that asks.
+
+    Args:
+        train_world_size: Number of policy workers, at least 1.
+        rollout_world_size: Number of rollout workers, at least 1.
+        sites: Where the workers are. Without it every policy worker sends to each of its rollout
+            workers itself.
+    """
+    if train_world_size < 1:
+        return Failure(EmptyWorld(side="policy", world_size=train_world_size))
+    if rollout_world_size < 1:
+        return Failure(EmptyWorld(side="rollout", world_size=rollout_world_size))
+    senders: list[Sender] = [
+        PolicyWorker(_feeder_of(rank, train_world_size, rollout_world_size))
+        for rank in range(rollout_world_size)
+    ]
+    if sites is not None:
+        incomplete = _check_sites(train_world_size, rollout_world_size, sites)
+        if incomplete is not None:
+            return Failure(incomplete)
+        _relay(senders, sites)
+    return Success(
+        RoutingTable(
+            train_world_size=train_world_size,
+            rollout_world_size=rollout_world_size,
+            routes=tuple(Route(sender, RolloutWorker(rank)) for rank, sender in enumerate(senders)),
+        )
+    )
+
+
+def choose_engine(sender_host: str, receiver_host: str) -> Literal["shm", "nixl"]:
+    """The built-in engine for a route: shared memory inside a host, NIXL between hosts."""
+    return "shm" if sender_host == receiver_host else "nixl"
+
+
+def _feeder_of(rollout_rank: int, train_world_size: int, rollout_world_size: int) -> int:
+    """The policy rank whose share a rollout worker is in. Shares differ by one worker at most."""
+    if train_world_size >= rollout_world_size:
+        return rollout_rank
+    return rollout_rank * train_world_size // rollout_world_size
+
+
+def _check_sites(
+    train_world_size: int, rollout_world_size: int, sites: Sites
+) -> SitesIncomplete | None:
+    if len(sites.policy_hosts) != train_world_size:
+        return SitesIncomplete(
+            side="policy", world_size=train_world_size, given=len(sites.policy_hosts)
+        )
+    for given in (sites.rollout_hosts, sites.rollout_shards):
+        if len(given) != rollout_world_size and (given or given is sites.rollout_hosts):
+            return SitesIncomplete(side="rollout", world_size=rollout_world_size, given=len(given))
+    return None
+
+
+def _relay(senders: list[Sender], sites: Sites) -> None:
+    """Puts a relay in the place of a policy worker wherever the link was crossed before."""
+    shards: Sequence[int] = sites.rollout_shards or [0] * len(senders)
+    # By policy worker and shard: the first receiver on each host, in the order of the chain.
+    chains: dict[tuple[int, int], dict[str, int]] = {}
+    for rank, sender in enumerate(senders):
+        host = sites.rollout_hosts[rank]
+        if host == sites.policy_hosts[sender.rank]:
+            continue
+        chain = chains.setdefault((sender.rank, shards[rank]), {})
+        if host in chain:
+            senders[rank] = RolloutWorker(chain[host])
+        else:
+            if chain:
+                senders[rank] = RolloutWorker(list(chain.values())[-1])
+            chain[host] = rank
