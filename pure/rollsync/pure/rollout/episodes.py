@@ -44,7 +44,9 @@ def contradictions(
             continue
         attempt = _attempt(state, episode)
         if attempt is None:
-            found.append(EpisodeContradiction(episode=episode, why="the ledger has no such attempt"))
+            found.append(
+                EpisodeContradiction(episode=episode, why="the ledger has no such attempt")
+            )
         elif attempt.status is RolloutAttemptStatus.RESERVED:
             found.append(
                 EpisodeContradiction(episode=episode, why="the attempt was never dispatched")

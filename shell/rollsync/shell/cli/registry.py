@@ -28,4 +28,19 @@ class Command:
     load: Callable[[], CommandModule]
 
 
-COMMANDS: tuple[Command, ...] = ()
+def _inspect() -> CommandModule:
+    from rollsync.shell.cli import inspect
+
+    return inspect
+
+
+def _diff() -> CommandModule:
+    from rollsync.shell.cli import diff
+
+    return diff
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("inspect", "print what is in a rollsync file, or in a directory of them", _inspect),
+    Command("diff", "print where two rollsync files of one kind differ", _diff),
+)

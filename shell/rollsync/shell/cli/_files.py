@@ -1,0 +1,57 @@
+"""Files as the commands that show them need them: their bytes, or an error that says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from returns.pipeline import is_successful
+
+from rollsync.codecs import DecodeError, decode_any, describe
+from rollsync.shell.errors import RollsyncError
+
+
+class UnreadableFile(RollsyncError):
+    """A path on the command line is no file that can be read."""
+
+
+class UndecodableFile(RollsyncError):
+    """A file does not hold what rollsync writes.
+
+    Args:
+        path: The file.
+        error: What is wrong with its bytes.
+    """
+
+    def __init__(self, path: Path, error: DecodeError) -> None:
+        super().__init__(
+            f"{path}: {describe(error)}",
+            remedy="`rollsync inspect` on its directory shows which files are whole",
+        )
+        self.error = error
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of the file.
+
+    Raises:
+        UnreadableFile: There is no such file, or it may not be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnreadableFile(
+            f"{path}: {error.strerror}", remedy="name a file that rollsync has written"
+        ) from error
+
+
+def read_value(path: Path) -> object:
+    """The value in a file, of whatever kind it is.
+
+    Raises:
+        UnreadableFile: There is no such file, or it may not be read.
+        UndecodableFile: Its bytes are not a whole value of a known kind.
+    """
+    result = decode_any(read_bytes(path))
+    if not is_successful(result):
+        raise UndecodableFile(path, result.failure())
+    return result.unwrap()

@@ -1,0 +1,64 @@
+"""`rollsync diff A B`: where two files of one kind differ.
+
+Reads only. Needs neither torch nor ray nor vllm. Exit code 1 when they differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import msgspec
+
+from rollsync.codecs.view import Change, changes, view
+from rollsync.shell.cli._files import read_value
+from rollsync.shell.errors import RollsyncError
+
+_SHOWN_CHARACTERS = 100
+
+
+class DifferentKinds(RollsyncError):
+    """The two files hold values of different kinds."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `A`, `B` and `--json`."""
+    parser.add_argument("before", type=Path, metavar="A", help="a file")
+    parser.add_argument("after", type=Path, metavar="B", help="a file of the same kind")
+    parser.add_argument("--json", action="store_true", help="print whole values, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one line for each place that differs."""
+    before_path: Path = args.before
+    after_path: Path = args.after
+    as_json: bool = args.json
+    before = read_value(before_path)
+    after = read_value(after_path)
+    if type(before) is not type(after):
+        raise DifferentKinds(
+            f"{before_path} holds a {type(before).__name__}, {after_path} a {type(after).__name__}",
+            remedy="name two files of one kind",
+        )
+    found = list(changes(view(before), view(after)))
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(found), ensure_ascii=False, indent=2))
+    else:
+        for change in found:
+            print(_line(change))
+    return 1 if found else 0
+
+
+def _line(change: Change) -> str:
+    path = ".".join(str(part) for part in change.path)
+    if change.before is msgspec.UNSET:
+        return f"+ {path}: {_short(change.after)}"
+    if change.after is msgspec.UNSET:
+        return f"- {path}: {_short(change.before)}"
+    return f"~ {path}: {_short(change.before)} -> {_short(change.after)}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

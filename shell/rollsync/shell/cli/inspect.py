@@ -1,0 +1,151 @@
+"""`rollsync inspect PATH`: what is in a file, or in the files of a directory.
+
+Reads only. Needs neither torch nor ray nor vllm. Exit code 1 when a rollsync file is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from returns.pipeline import is_successful
+
+from rollsync.codecs import Header, decode_any, describe, read_header
+from rollsync.codecs.envelope import MAGIC
+from rollsync.codecs.view import view
+from rollsync.shell.cli._files import UnreadableFile, read_bytes
+
+_SHOWN_ENTRIES = 20
+_OTHER = "other"
+
+
+class FileSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of a directory, as the table and `--json` show it."""
+
+    path: str
+    size_bytes: int
+    kind: str
+    version: int | None
+    problem: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `PATH` and `--json`."""
+    parser.add_argument("path", type=Path, metavar="PATH", help="a file or a directory")
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the file or the directory."""
+    path: Path = args.path
+    as_json: bool = args.json
+    if path.is_dir():
+        return _inspect_directory(path, as_json)
+    return _inspect_file(path, as_json)
+
+
+def _inspect_file(path: Path, as_json: bool) -> int:
+    data = read_bytes(path)
+    header = read_header(data)
+    result = decode_any(data)
+    summary = _summary(str(path), data)
+    if as_json:
+        document = {"file": msgspec.to_builtins(summary)}
+        if is_successful(result):
+            document["value"] = view(result.unwrap())
+        print(json.dumps(document, ensure_ascii=False, indent=2))
+    else:
+        if is_successful(header):
+            print("\n".join(_header_lines(header.unwrap())))
+        if is_successful(result):
+            print("\n".join(_lines(view(result.unwrap()), 0)))
+        else:
+            print(f"{path}: {summary.problem}")
+    return 0 if is_successful(result) else 1
+
+
+def _header_lines(header: Header) -> Iterator[str]:
+    yield f"{header.kind}, version {header.version}"
+    yield f"{header.payload_bytes} bytes, XXH3-128 {header.payload_checksum.hex()}"
+
+
+def _lines(value: object, indent: int) -> Iterator[str]:
+    """The value as an indented tree. Long collections are cut, and say so."""
+    if isinstance(value, dict):
+        entries = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list):
+        entries = [(f"[{index}]", item) for index, item in enumerate(value)]
+    else:
+        yield "  " * indent + _scalar(value)
+        return
+    for name, item in entries[:_SHOWN_ENTRIES]:
+        if isinstance(item, (dict, list)) and item:
+            yield "  " * indent + f"{name}: ({len(item)})"
+            yield from _lines(item, indent + 1)
+        else:
+            yield "  " * indent + f"{name}: {_scalar(item)}"
+    if len(entries) > _SHOWN_ENTRIES:
+        yield "  " * indent + f"... and {len(entries) - _SHOWN_ENTRIES} more; --json prints all"
+
+
+def _scalar(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _inspect_directory(directory: Path, as_json: bool) -> int:
+    summaries = list(_summaries(directory))
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(summaries), ensure_ascii=False, indent=2))
+    else:
+        for line in _table(summaries):
+            print(line)
+    return 1 if any(summary.problem for summary in summaries) else 0
+
+
+def _summaries(directory: Path) -> Iterator[FileSummary]:
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            name = str(path.relative_to(directory))
+            try:
+                data = read_bytes(path)
+            except UnreadableFile as error:
+                yield FileSummary(
+                    path=name, size_bytes=0, kind=_OTHER, version=None, problem=error.message
+                )
+                continue
+            summary = _summary(name, data)
+            # Tensors and a user's own files lie beside ours: they are no damage.
+            is_ours = MAGIC.startswith(data[: len(MAGIC)])
+            yield summary if is_ours else msgspec.structs.replace(summary, problem=None)
+
+
+def _summary(name: str, data: bytes) -> FileSummary:
+    header = read_header(data)
+    known = header.unwrap() if is_successful(header) else None
+    result = decode_any(data)
+    return FileSummary(
+        path=name,
+        size_bytes=len(data),
+        kind=known.kind if known is not None else _OTHER,
+        version=known.version if known is not None else None,
+        problem=None if is_successful(result) else describe(result.failure()),
+    )
+
+
+def _table(summaries: list[FileSummary]) -> Iterator[str]:
+    rows = [("file", "bytes", "kind", "version", "")]
+    for summary in summaries:
+        version = "" if summary.version is None else str(summary.version)
+        rows.append(
+            (summary.path, str(summary.size_bytes), summary.kind, version, summary.problem or "")
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for path, size, kind, version, problem in rows:
+        line = (
+            f"{path:<{widths[0]}}  {size:>{widths[1]}}  {kind:<{widths[2]}}  "
+            f"{version:>{widths[3]}}  {problem}"
+        )
+        yield line.rstrip()

@@ -1,0 +1,114 @@
+"""`rollsync inspect` on whole files, damaged ones, and directories of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from rpds import HashTrieSet
+
+from rollsync.codecs import encode
+from rollsync.codecs.envelope import seal
+from rollsync.shell.cli import main
+from tests.codecs.samples.rollout_state import FULL
+
+STATE = encode(FULL)
+
+
+def test_file_is_printed_as_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "state").write_bytes(STATE)
+    assert main(["inspect", str(tmp_path / "state")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rollout.state, version 1"
+    assert lines[2:6] == [
+        "progress: (3)",
+        "  train_steps: 3",
+        "  trainer_version: 3",
+        "  current_epoch: 1",
+    ]
+    assert "    group-a: (11)" in lines
+
+
+def test_json_has_the_header_and_the_whole_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(STATE)
+    assert main(["inspect", "--json", str(path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["file"] == {
+        "path": str(path),
+        "size_bytes": len(STATE),
+        "kind": "rollout.state",
+        "version": 1,
+        "problem": None,
+    }
+    assert document["value"]["ledger"]["groups"]["group-a"]["status"] == "generating"
+
+
+def test_long_collections_are_cut_and_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = msgspec.structs.replace(FULL, rows_to_clear=HashTrieSet(f"row-{n}" for n in range(25)))
+    (tmp_path / "state").write_bytes(encode(long))
+    assert main(["inspect", str(tmp_path / "state")]) == 0
+    assert "  ... and 5 more; --json prints all" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (STATE[:-1], "should have"),
+        (STATE[:-1] + b"\xff", "damaged"),
+        (STATE[:20], "too few"),
+        (seal("rollout.state", 9, b""), "newer rollsync"),
+        (seal("rollout.unheard-of", 1, b""), "unknown kind"),
+        (b"something else", "not a rollsync file"),
+    ],
+    ids=["cut", "changed", "beginning", "newer", "unknown", "other"],
+)
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_damaged_file_is_described_and_is_the_answer_no(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    data: bytes,
+    words: str,
+    flags: list[str],
+) -> None:
+    (tmp_path / "file").write_bytes(data)
+    assert main(["inspect", *flags, str(tmp_path / "file")]) == 1
+    assert words in capsys.readouterr().out
+
+
+def test_directory_lists_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "snapshots" / "000001").mkdir(parents=True)
+    (tmp_path / "snapshots" / "000001" / "state").write_bytes(STATE)
+    (tmp_path / "rows.safetensors").write_bytes(b"tensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"file{' ' * 18}  bytes  kind           version",
+        f"rows.safetensors{' ' * 6}      7  other",
+        f"snapshots/000001/state  {len(STATE):>5}  rollout.state        1",
+    ]
+
+
+def test_directory_with_a_damaged_file_is_the_answer_no(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good").write_bytes(STATE)
+    (tmp_path / "torn").write_bytes(STATE[:100])
+    assert main(["inspect", "--json", str(tmp_path)]) == 1
+    summaries = json.loads(capsys.readouterr().out)
+    assert [(summary["path"], summary["problem"] is None) for summary in summaries] == [
+        ("good", True),
+        ("torn", False),
+    ]
+
+
+def test_path_that_is_not_there_is_an_error_to_put_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(tmp_path / "missing")]) == 2
+    assert "No such file" in capsys.readouterr().err
