@@ -43,6 +43,16 @@ from rollsync.pure.rollout.decisions import (
     Wait,
     WaitReason,
 )
+from rollsync.pure.rollout.diff import (
+    MapDiff,
+    Replaced,
+    ReserveDiff,
+    RolloutStateDiff,
+    SetDiff,
+    diff,
+    diff_lines,
+    patch,
+)
 from rollsync.pure.rollout.errors import TransitionError, why
 from rollsync.pure.rollout.events import RolloutEvent
 from rollsync.pure.rollout.explain import explain
@@ -148,6 +158,7 @@ __all__ = [
     "Inventory",
     "InventoryProblem",
     "KeptReady",
+    "MapDiff",
     "NothingLeft",
     "NothingToAdmit",
     "OpenTrainingStep",
@@ -164,7 +175,9 @@ __all__ = [
     "ReadyFirstSampler",
     "ReadyRegenerated",
     "RecoveryGranularity",
+    "Replaced",
     "ReplayGroup",
+    "ReserveDiff",
     "ReservedGroups",
     "RestartedWhole",
     "ResumePlan",
@@ -181,6 +194,7 @@ __all__ = [
     "RolloutRuntimeState",
     "RolloutSiblingRecord",
     "RolloutState",
+    "RolloutStateDiff",
     "RolloutTrace",
     "RolloutTraceEvent",
     "RolloutTraceKind",
@@ -191,6 +205,7 @@ __all__ = [
     "SamplerConfig",
     "SamplerLimits",
     "Selection",
+    "SetDiff",
     "SiblingsResumed",
     "SkipStep",
     "StampingDiffers",
@@ -213,6 +228,8 @@ __all__ = [
     "check_invariants",
     "describe_problem",
     "describe_refusal",
+    "diff",
+    "diff_lines",
     "drop_group",
     "explain",
     "failed_attempts",
@@ -220,6 +237,7 @@ __all__ = [
     "is_exhausted",
     "next_stale_drop",
     "owned_rows",
+    "patch",
     "place_of",
     "places",
     "plan_resume",
