@@ -1,0 +1,197 @@
+"""The whole configuration of a run, as one frozen value, and the combinations it may not have.
+
+A file is decoded strictly into `MasterConfig` (unknown keys and wrong types are refused with the
+dotted path); what no type can say is checked here, once, by `impossible`. Rule kept here: a value
+of a checked `MasterConfig` is never checked again.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from rollsync.pure.rollout.sampler import CustomSampler, InOrderSampler, SamplerConfig
+from rollsync.pure.rollout.state import RecoveryGranularity
+
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Scalar = str | int | float | bool
+
+
+class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the run lives and what makes it repeatable."""
+
+    directory: str
+    """Run directory: anchors, checkpoints, snapshots and row segments."""
+    seed: Natural = 0
+    """Seed of the prompt order and of every generation."""
+    deterministic: bool = False
+    """One torch thread and deterministic kernels, so that equal runs give equal bits."""
+    address: str | None = None
+    """Address of a Ray cluster; None starts Ray in this process's machine."""
+
+
+class DataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The prompts. `task` is a reasoning-gym dataset; its options go to it as they are."""
+
+    task: str
+    size: Count
+    """Samples in the dataset."""
+    seed: Natural = 0
+    options: dict[str, Scalar] = {}
+    max_epochs: Count = 1
+    """How often the dataset is handed out before the prompts end."""
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The policy's starting point."""
+
+    path: str
+    """Directory in Hugging Face's format: config, safetensors, tokenizer."""
+
+
+class GrpoConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Group-relative policy optimization."""
+
+    num_prompts_per_step: Count
+    num_generations_per_prompt: Annotated[int, Meta(ge=2)]
+    """Siblings per prompt; the advantage is relative to them, so at least two."""
+    max_steps: Count
+    learning_rate: Positive
+    clip_ratio: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    max_grad_norm: Positive = 1.0
+
+
+class GenerationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engines that generate rollouts."""
+
+    backend: Literal["vllm", "torch"]
+    max_new_tokens: Count
+    temperature: Positive = 1.0
+    engines: Count = 1
+    """Data-parallel engines."""
+    max_model_len: Count = 128
+    """Longest prompt and completion, in tokens."""
+    max_concurrent_requests: Count = 64
+    """Requests under way at once, over all engines."""
+
+
+class CheckpointEngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How weights travel; the shape is the reference's, so that a configuration fits both."""
+
+    backend: str = "shm"
+    """A built-in engine's name, or `module:ClassName`."""
+    update_weights_bucket_memory_ratio: Annotated[float, Meta(gt=0, lt=1)] = 0.01
+    engine_kwargs: dict[str, dict[str, Scalar]] = {}
+
+
+class RetentionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many saves stay. What a resume may need is kept whatever these say."""
+
+    trainer_checkpoints: Count = 2
+    snapshots_per_checkpoint: Count = 2
+
+
+class CheckpointingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the run is saved."""
+
+    trainer_every_steps: Count = 1
+    snapshot_interval_s: Seconds = 60.0
+    max_consecutive_failures: Count = 3
+    """Failed snapshots in a row (I/O errors, timeouts) that the run puts up with."""
+    save_timeout_s: Seconds = 300.0
+    checkpoint_must_save_by_s: Seconds | None = None
+    """Seconds after the start at which a last snapshot is saved and the run stops."""
+    retention: RetentionConfig = RetentionConfig()
+
+
+class RecoveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of unfinished work after an error or a crash."""
+
+    granularity: RecoveryGranularity = RecoveryGranularity.SIBLING
+    max_attempts: Count = 3
+    """Attempts per sibling within one process."""
+    max_recoveries: Count = 3
+    """Resumes that may find a group running without progress before it is dropped."""
+    load_replay_buffer: bool = True
+    """False: a resume generates finished but untrained groups again."""
+    replacement_reserve: Natural = 0
+    """Spare prompts kept to replace dropped groups."""
+
+
+class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that `rollsync run` reads from a configuration file."""
+
+    run: RunConfig
+    data: DataConfig
+    model: ModelConfig
+    grpo: GrpoConfig
+    generation: GenerationConfig
+    sampler: SamplerConfig
+    checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    buffer_capacity: Count | None = None
+    """Most groups admitted and untrained at once; None: as many as the sampler needs."""
+
+
+class ImpossibleSetting(Struct, frozen=True, kw_only=True):
+    """A combination of settings that cannot work."""
+
+    path: str
+    """Dotted path of the setting to change."""
+    reason: str
+
+
+def impossible(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
+    """Every combination in `config` that cannot work, with the setting to change."""
+    found: list[ImpossibleSetting] = []
+
+    def refuse(path: str, reason: str) -> None:
+        found.append(ImpossibleSetting(path=path, reason=reason))
+
+    per_step = config.grpo.num_prompts_per_step
+    if not isinstance(config.sampler, CustomSampler) and config.buffer_capacity is not None:
+        needed = config.sampler.required_buffer_capacity(per_step)
+        if config.buffer_capacity < needed:
+            refuse(
+                "buffer_capacity",
+                f"the {config.sampler.__struct_config__.tag} sampler needs room for {needed} "
+                f"groups of {per_step} a step to make progress; this is {config.buffer_capacity}",
+            )
+    if config.data.size < per_step:
+        refuse(
+            "data.size",
+            f"{config.data.size} prompts do not fill one step of {per_step}"
+            " (grpo.num_prompts_per_step)",
+        )
+    if config.generation.max_new_tokens >= config.generation.max_model_len:
+        refuse(
+            "generation.max_new_tokens",
+            f"{config.generation.max_new_tokens} new tokens leave no room for a prompt within"
+            f" generation.max_model_len {config.generation.max_model_len}",
+        )
+    if config.run.deterministic and not isinstance(config.sampler, InOrderSampler):
+        refuse(
+            "run.deterministic",
+            "only the in_order sampler trains the same batches in every run",
+        )
+    elif (
+        config.run.deterministic
+        and isinstance(config.sampler, InOrderSampler)
+        and config.sampler.max_lookahead_versions > 0
+    ):
+        refuse(
+            "sampler.max_lookahead_versions",
+            "a deterministic run needs 0: with lookahead, timing decides which weights"
+            " generate a batch",
+        )
+    if config.run.deterministic and config.generation.backend != "torch":
+        refuse(
+            "run.deterministic",
+            "only the torch engine's answers do not depend on what else is in its batch",
+        )
+    return tuple(found)

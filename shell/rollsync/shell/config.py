@@ -1,0 +1,64 @@
+"""Reads a configuration file into a `MasterConfig`, or says which setting is wrong and why."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import yaml
+from msgspec import yaml as msgspec_yaml
+
+from rollsync.pure.config import MasterConfig, impossible
+from rollsync.shell.errors import RollsyncError
+
+_MSGSPEC_PATH = re.compile(r"^(?P<reason>.*?) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+
+
+class ConfigError(RollsyncError):
+    """A configuration file that cannot be used. `paths` names the settings at fault."""
+
+    def __init__(self, message: str, *, remedy: str = "", paths: tuple[str, ...] = ()) -> None:
+        super().__init__(message, remedy=remedy)
+        self.paths = paths
+
+
+def read_config(file: Path) -> MasterConfig:
+    """Decode `file` (YAML) strictly and check its combinations.
+
+    Raises:
+        ConfigError: unreadable, not YAML, an unknown key, a wrong type, an impossible combination.
+    """
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {file}: {error.strerror}",
+            remedy="give the path of a YAML file",
+        ) from error
+    return parse_config(text, source=str(file))
+
+
+def parse_config(text: bytes, *, source: str) -> MasterConfig:
+    """Decode YAML bytes; `source` names them in errors. Raises as `read_config` does."""
+    try:
+        config = msgspec_yaml.decode(text, type=MasterConfig)
+    except msgspec.ValidationError as error:
+        found = _MSGSPEC_PATH.match(str(error))
+        path = found["path"] if found else ""
+        reason = found["reason"] if found else str(error)
+        raise ConfigError(
+            f"{source}: {path or 'top level'}: {reason}",
+            remedy="correct the setting",
+            paths=(path,),
+        ) from error
+    except (msgspec.DecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{source} is not YAML: {error}", remedy="correct the file") from error
+    wrong = impossible(config)
+    if wrong:
+        raise ConfigError(
+            f"{source}: " + "; ".join(f"{each.path}: {each.reason}" for each in wrong),
+            remedy="change the settings named",
+            paths=tuple(each.path for each in wrong),
+        )
+    return config

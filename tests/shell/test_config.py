@@ -1,0 +1,94 @@
+"""A configuration is read whole or refused with the path of what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollsync.pure.rollout.sampler import InOrderSampler
+from rollsync.shell.config import ConfigError, parse_config, read_config
+
+Settings = dict[str, dict[str, object]]
+
+
+def settings() -> Settings:
+    return {
+        "run": {"directory": "runs/here"},
+        "data": {"task": "chain_sum", "size": 64},
+        "model": {"path": "model"},
+        "grpo": {
+            "num_prompts_per_step": 8,
+            "num_generations_per_prompt": 4,
+            "max_steps": 5,
+            "learning_rate": 1e-3,
+        },
+        "generation": {"backend": "torch", "max_new_tokens": 8},
+        "sampler": {"name": "in_order", "max_lookahead_versions": 0},
+    }
+
+
+def parse(value: object) -> None:
+    parse_config(yaml.safe_dump(value).encode(), source="run.yaml")
+
+
+def test_a_file_becomes_a_typed_value(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings()))
+    config = read_config(file)
+    assert config.grpo.num_prompts_per_step == 8
+    assert config.sampler == InOrderSampler(max_lookahead_versions=0)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("grpo", "num_prompt_per_step", 8),
+        ("grpo", "max_steps", "five"),
+        ("grpo", "max_steps", 0),
+        ("grpo", "num_generations_per_prompt", 1),
+        ("generation", "backend", "sglang"),
+        ("data", "size", 4),
+        ("generation", "max_new_tokens", 128),
+    ],
+)
+def test_what_is_wrong_is_named(section: str, key: str, value: object) -> None:
+    wrong = settings()
+    wrong[section][key] = value
+    with pytest.raises(ConfigError) as refused:
+        parse(wrong)
+    assert section in str(refused.value)
+    assert refused.value.paths
+    assert all(path.startswith(section) for path in refused.value.paths)
+
+
+def test_a_bucket_ratio_outside_its_range_is_refused() -> None:
+    wrong = settings() | {"checkpoint_engine": {"update_weights_bucket_memory_ratio": 1.0}}
+    with pytest.raises(ConfigError, match="checkpoint_engine"):
+        parse(wrong)
+
+
+def test_a_deterministic_run_needs_a_sampler_that_time_cannot_change() -> None:
+    wrong = settings()
+    wrong["run"]["deterministic"] = True
+    parse(wrong)
+    wrong["sampler"]["max_lookahead_versions"] = 1
+    with pytest.raises(ConfigError, match=r"sampler\.max_lookahead_versions"):
+        parse(wrong)
+    wrong["sampler"] = {"name": "windowed"}
+    with pytest.raises(ConfigError, match=r"run\.deterministic"):
+        parse(wrong)
+
+
+def test_a_buffer_that_would_stop_the_sampler_is_refused() -> None:
+    wrong: dict[str, object] = settings() | {"buffer_capacity": 7}
+    with pytest.raises(ConfigError, match="needs room for 8 groups"):
+        parse(wrong)
+
+
+def test_a_missing_file_and_broken_yaml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        read_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="not YAML"):
+        parse_config(b"run: [", source="run.yaml")
