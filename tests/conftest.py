@@ -1,4 +1,4 @@
-"""What all tests share: no hub and no telemetry, and the wheel for those that test it installed."""
+"""What all tests share: no hub, no telemetry, no deadlines in Hypothesis, the installed wheel."""
 
 import importlib.metadata
 import os
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 from packaging.requirements import Requirement
 
@@ -25,6 +26,14 @@ for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# No test fails for being slow. Where a change is judged, the same examples are tried each time.
+_PATIENT = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("default", _PATIENT)
+hypothesis.settings.register_profile("ci", _PATIENT, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 @dataclass(frozen=True)
