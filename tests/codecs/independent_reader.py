@@ -9,6 +9,7 @@ input.
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 import re
 import struct
@@ -119,6 +120,9 @@ class _Type:
                     self._take()
                 lowest = sign * int(self._take())
             return _integer(lowest)
+        if token == "digest" and self._next() == "of":
+            self._take()
+            return DigestOf(self._take())
         if token.startswith('"'):
             return _constant(token[1:-1])
         if token in _PLAIN:
@@ -148,6 +152,10 @@ def _check_record(value: object, fields: Record) -> None:
         raise Refused("a record has other fields, or in another order")
     for (_, item), (_, check) in zip(value, fields, strict=True):
         check(item)
+        if isinstance(check, DigestOf):
+            record = {check.field: _packable(dict(value)[check.field])}
+            if hashlib.sha256(msgpack.packb(record)).hexdigest() != item:
+                raise Refused(f"not the digest of {check.field}")
 
 
 def _is_nil(value: object) -> None:
@@ -201,6 +209,16 @@ def _of_type(wanted: type[object]) -> Check:
 def _digest(value: object) -> None:
     if not isinstance(value, str) or re.fullmatch("[0-9a-f]{64}", value) is None:
         raise Refused("not a digest")
+
+
+class DigestOf:
+    """Checks the form of a digest; its record checks that it is that of the field."""
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+
+    def __call__(self, value: object) -> None:
+        _digest(value)
 
 
 _PLAIN: dict[str, Check] = {
@@ -301,7 +319,7 @@ def read(data: bytes, tables: Tables) -> tuple[str, int, object]:
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise Refused(str(error)) from error
     records = tables[f"{kind}.v{version}"]
-    _check_record(value, next(iter(records.values())))
+    _check_record(value, next(iter(records.values()), []))
     if not same:
         raise Refused("not the shortest form")
     return kind, version, value

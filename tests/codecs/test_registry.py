@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from zlib import crc32
 
 import msgspec
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from msgspec import Struct
 from returns.result import Result, Success
 
-from rollsync.codecs import DecodeError, decode, decode_any, encode, kind_named
+from rollsync.codecs import DecodeError, decode, decode_any, encode, kind_named, payload_digest
 from rollsync.codecs.canonical import Natural, Wire
 from rollsync.codecs.envelope import HEADER_BYTES, seal
 from rollsync.codecs.errors import (
@@ -25,9 +26,11 @@ from rollsync.codecs.errors import (
 from rollsync.codecs.kind import Kind, first, kind
 from rollsync.codecs.registry import KINDS
 from rollsync.codecs.rollout.recovery_ledger import RECOVERY_LEDGER
+from rollsync.codecs.rollout.replay_metadata import REPLAY_METADATA
 from rollsync.codecs.rollout.state import ROLLOUT_STATE
 from rollsync.pure.rollout.state import RolloutRecoveryLedger, RolloutState
 from tests.codecs.samples import SAMPLES
+from tests.codecs.samples.replay_metadata import FULL as FULL_REPLAY
 from tests.codecs.strategies import ledgers, states
 
 LEDGER = SAMPLES["rollout.recovery-ledger"]["full"]
@@ -153,3 +156,18 @@ def test_old_versions_have_to_be_canonical_too() -> None:
 def test_rule_of_the_domain_is_named() -> None:
     failure = PERSON.decode(sealed(3, {"full_name": "Ada", "age": 151})).failure()
     assert failure == BrokenRule(kind="test.person", version=3, rule="nobody is that old")
+
+
+def test_replay_metadata_with_a_digest_of_other_groups_is_neither_written_nor_read() -> None:
+    wrong = msgspec.structs.replace(FULL_REPLAY, groups=FULL_REPLAY.groups[:1])
+    with pytest.raises(ValueError, match="manifest_digest"):
+        encode(wrong)
+    payload = msgspec.msgpack.encode(wrong)
+    failure = REPLAY_METADATA.decode(seal(REPLAY_METADATA.name, 1, payload)).failure()
+    assert failure == BrokenRule(
+        kind=REPLAY_METADATA.name, version=1, rule="manifest_digest is the digest of groups"
+    )
+
+
+def test_payload_digest_is_that_of_the_payload() -> None:
+    assert payload_digest(LEDGER) == sha256(encode(LEDGER)[HEADER_BYTES:]).hexdigest()

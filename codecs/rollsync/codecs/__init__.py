@@ -10,7 +10,7 @@ The bytes are specified in `docs/format.md`.
 from rollsync.codecs.envelope import Header, read_header
 from rollsync.codecs.errors import DecodeError, describe
 from rollsync.codecs.kind import Kind
-from rollsync.codecs.registry import decode, decode_any, encode, kind_named
+from rollsync.codecs.registry import decode, decode_any, encode, kind_named, payload_digest
 
 __all__ = [
     "DecodeError",
@@ -21,5 +21,6 @@ __all__ = [
     "describe",
     "encode",
     "kind_named",
+    "payload_digest",
     "read_header",
 ]

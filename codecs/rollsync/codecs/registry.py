@@ -6,16 +6,19 @@ tests sample values of it in `tests/codecs/samples/`.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Final, Protocol, TypeVar, overload
 
 from returns.pipeline import is_successful
 from returns.result import Failure, Result, Success
 
 from rollsync.codecs.canonical import Wire
-from rollsync.codecs.envelope import Header, read_header
+from rollsync.codecs.envelope import HEADER_BYTES, Header, read_header
 from rollsync.codecs.errors import DecodeError, UnknownKind
 from rollsync.codecs.kind import Kind
+from rollsync.codecs.rollout.data_plane_checkpoint import DATA_PLANE_CHECKPOINT
 from rollsync.codecs.rollout.recovery_ledger import RECOVERY_LEDGER
+from rollsync.codecs.rollout.replay_metadata import REPLAY_METADATA
 from rollsync.codecs.rollout.state import ROLLOUT_STATE
 
 T = TypeVar("T")
@@ -37,7 +40,9 @@ class AnyKind(Protocol):
 
 
 KINDS: Final[tuple[AnyKind, ...]] = (
+    DATA_PLANE_CHECKPOINT,
     RECOVERY_LEDGER,
+    REPLAY_METADATA,
     ROLLOUT_STATE,
 )
 _BY_NAME: Final = {kind.name: kind for kind in KINDS}
@@ -60,6 +65,16 @@ def encode(value: object) -> bytes:
     if kind is None:
         raise TypeError(f"rollsync has no codec for {type(value).__name__}")
     return kind.encode_object(value)
+
+
+def payload_digest(value: object) -> str:
+    """SHA-256, hexadecimal, of the canonical payload of `value`: its identity without a header.
+
+    Raises:
+        TypeError: No kind has values of this type.
+        ValueError: The value holds NaN or an infinite float where that has no meaning.
+    """
+    return hashlib.sha256(memoryview(encode(value))[HEADER_BYTES:]).hexdigest()
 
 
 @overload

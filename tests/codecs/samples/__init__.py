@@ -11,9 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from tests.codecs.samples import recovery_ledger, rollout_state
+from tests.codecs.samples import (
+    data_plane_checkpoint,
+    recovery_ledger,
+    replay_metadata,
+    rollout_state,
+)
 
 SAMPLES: Final[Mapping[str, Mapping[str, object]]] = {
+    "rollout.data-plane-checkpoint": data_plane_checkpoint.SAMPLES,
     "rollout.recovery-ledger": recovery_ledger.SAMPLES,
+    "rollout.replay-metadata": replay_metadata.SAMPLES,
     "rollout.state": rollout_state.SAMPLES,
 }
