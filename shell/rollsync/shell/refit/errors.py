@@ -1,0 +1,80 @@
+"""What can go wrong in a refit, as exceptions.
+
+Every class is a `RefitError`, so that a training loop catches the family in one clause. Rule kept
+here: an error says which side, rank or setting it is about, and survives a Ray call.
+"""
+
+from rollsync.shell.errors import RollsyncError
+
+
+class RefitError(RollsyncError, RuntimeError):
+    """A weight synchronization, or something it depends on, failed."""
+
+
+class RefitConfigurationError(RefitError, ValueError):
+    """The checkpoint-engine configuration, or what the workers answered, cannot be used.
+
+    Args:
+        error: the value that pure refused it with, when it was pure's decision.
+    """
+
+    def __init__(self, message: str, *, remedy: str = "", error: object = None) -> None:
+        super().__init__(message, remedy=remedy)
+        self.error = error
+
+
+class WeightTransferFailed(RefitError):
+    """A sync did not reach every generation engine; those that took part refuse to generate.
+
+    Args:
+        backend: the checkpoint engine's name.
+    """
+
+    def __init__(self, message: str, *, backend: str, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.backend = backend
+
+
+class UnsupportedVllm(RefitError):
+    """The installed vLLM is not one that rollsync was written for."""
+
+
+class EngineNotServing(RefitError):
+    """An engine refused to generate, because its weights are not those of one whole sync.
+
+    Args:
+        state: the engine's life-cycle state, by name.
+    """
+
+    def __init__(self, message: str, *, state: str, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.state = state
+
+
+class EngineOutdated(RefitError):
+    """An engine refused to generate, because it serves older weights than the request accepts.
+
+    Args:
+        serving: the weight version it serves.
+        required: the oldest version that the request accepts.
+    """
+
+    def __init__(self, *, serving: int, required: int) -> None:
+        super().__init__(
+            f"the engine serves weight version {serving}, the request needs {required} or newer",
+            remedy="synchronize the weights first",
+        )
+        self.serving = serving
+        self.required = required
+
+
+class WeightMismatch(RefitError):
+    """A weight that arrived is not the one that the policy declared.
+
+    Args:
+        tensor: its name.
+    """
+
+    def __init__(self, message: str, *, tensor: str, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.tensor = tensor

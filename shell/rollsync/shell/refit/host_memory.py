@@ -1,0 +1,38 @@
+"""How much memory a worker may count on: its accelerator's, or its share of the host's."""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from rollsync.pure.refit import host_memory_share
+
+_LIMIT_FILES = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Where Linux tells a container its memory limit: control groups version 2, then version 1."""
+
+
+def worker_total_memory_bytes(workers_on_host: int) -> int:
+    """Total memory of this worker, in bytes, as the bucket size is derived from it.
+
+    Args:
+        workers_on_host: how many workers share the host, for one without an accelerator.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return host_memory_share(
+        host_bytes=psutil.virtual_memory().total,
+        container_limit_bytes=container_limit_bytes(_LIMIT_FILES),
+        workers_on_host=workers_on_host,
+    )
+
+
+def container_limit_bytes(limit_files: tuple[Path, ...]) -> int | None:
+    """The container's limit from the first file that is there; None where it sets none."""
+    for path in limit_files:
+        if path.exists():
+            limit = path.read_text(encoding="ascii").strip()
+            return int(limit) if limit.isdigit() else None
+    return None

@@ -1,0 +1,153 @@
+"""The figures of one weight synchronization: what moved, how long it took, which version it is.
+
+Workers report their share as a `WorkerTransfer`; `summarize` makes the `SyncReport` of the whole
+sync, and `SyncMetrics` hands it to Ray's metrics, which reach Prometheus without further code. Rule
+kept here: a worker that is not rollsync's reports nothing, and its sync is summarized all the same.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+from ray.util.metrics import Counter, Gauge
+
+Role = Literal["policy", "rollout"]
+
+
+class WorkerTransfer(msgspec.Struct, frozen=True):
+    """What one worker sent or loaded in one sync.
+
+    Attributes:
+        role: the side it is on.
+        rank: its rank on that side.
+        weight_version: the trainer version of the weights, None when the stream named none.
+        tensors: weights sent or loaded.
+        payload_bytes: their bytes.
+        batches: loads (rollout side) or 0 (policy side, where the engine batches).
+        stage_s: seconds by stage: `send` of a policy worker, `receive`, `load` and `finish` of a
+            rollout worker.
+    """
+
+    role: Role
+    rank: int
+    weight_version: int | None
+    tensors: int
+    payload_bytes: int
+    batches: int
+    stage_s: dict[str, float]
+
+
+class SyncReport(msgspec.Struct, frozen=True):
+    """One successful sync of all engines.
+
+    Attributes:
+        backend: the checkpoint engine's name.
+        weight_versions: the trainer versions that workers reported; one when all is well, none
+            when no worker told.
+        tensors: weights of one complete copy of the policy (the largest stream's count).
+        payload_bytes: bytes loaded by all rollout workers together.
+        buckets: the largest number of batches that a rollout worker loaded.
+        bucket_bytes: size of one transfer buffer.
+        rollout_workers: how many rollout workers reported.
+        total_s: from the start of `sync_weights` to its success, set-up included.
+        stage_s: seconds by stage, each the slowest worker's: `set_up` and `transfer` as the
+            driver saw them, then `send`, `receive`, `load`, `finish` as the workers did.
+    """
+
+    backend: str
+    weight_versions: tuple[int, ...]
+    tensors: int
+    payload_bytes: int
+    buckets: int
+    bucket_bytes: int
+    rollout_workers: int
+    total_s: float
+    stage_s: dict[str, float]
+
+    @property
+    def weight_version(self) -> int | None:
+        """The trainer version that the engines serve now, None when no worker told."""
+        return max(self.weight_versions, default=None)
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Bytes loaded by all engines per second of transfer, in units of 10^9."""
+        transfer_s = self.stage_s["transfer"]
+        return self.payload_bytes / transfer_s / 1e9 if transfer_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stage_s.items())
+        version = "unknown" if self.weight_version is None else self.weight_version
+        return (
+            f"weight version {version} through {self.backend}: {self.tensors} tensors, "
+            f"{self.payload_bytes} bytes in {self.buckets} buckets to {self.rollout_workers} "
+            f"rollout workers, {self.gigabytes_per_s:.3f} GB/s ({stages} s)"
+        )
+
+
+def summarize(
+    results: Iterable[object],
+    *,
+    backend: str,
+    bucket_bytes: int,
+    total_s: float,
+    driver_stage_s: Mapping[str, float],
+) -> SyncReport:
+    """Makes the report of a sync from what its workers answered, whatever else they answered."""
+    transfers = list(_transfers(results))
+    rollout = [transfer for transfer in transfers if transfer.role == "rollout"]
+    stage_s = dict(driver_stage_s)
+    for transfer in transfers:
+        for stage, seconds in transfer.stage_s.items():
+            stage_s[stage] = max(seconds, stage_s.get(stage, 0.0))
+    versions = {t.weight_version for t in transfers if t.weight_version is not None}
+    return SyncReport(
+        backend=backend,
+        weight_versions=tuple(sorted(versions)),
+        tensors=max((t.tensors for t in transfers), default=0),
+        payload_bytes=sum(t.payload_bytes for t in rollout),
+        buckets=max((t.batches for t in rollout), default=0),
+        bucket_bytes=bucket_bytes,
+        rollout_workers=len(rollout),
+        total_s=total_s,
+        stage_s=stage_s,
+    )
+
+
+def _transfers(results: Iterable[object]) -> Iterable[WorkerTransfer]:
+    for result in results:
+        if isinstance(result, WorkerTransfer):
+            yield result
+        elif isinstance(result, list | tuple):
+            yield from _transfers(result)
+
+
+class SyncMetrics:
+    """Ray metrics of the syncs of one synchronizer, by backend."""
+
+    def __init__(self) -> None:
+        tags = ("backend",)
+        self._syncs = Counter("rollsync_refit_syncs", "Weight syncs that succeeded", tags)
+        self._failures = Counter("rollsync_refit_failures", "Weight syncs that failed", tags)
+        self._bytes = Counter("rollsync_refit_bytes", "Weight bytes that engines loaded", tags)
+        self._version = Gauge("rollsync_refit_weight_version", "Weight version served", tags)
+        self._rate = Gauge("rollsync_refit_gigabytes_per_s", "Rate of the last sync", tags)
+        self._stage = Gauge(
+            "rollsync_refit_stage_seconds", "Seconds of the last sync by stage", (*tags, "stage")
+        )
+
+    def succeeded(self, report: SyncReport) -> None:
+        """Publishes a successful sync."""
+        tags = {"backend": report.backend}
+        self._syncs.inc(1, tags)
+        if report.payload_bytes > 0:  # A counter refuses a step of zero.
+            self._bytes.inc(report.payload_bytes, tags)
+        if report.weight_version is not None:
+            self._version.set(report.weight_version, tags)
+        self._rate.set(report.gigabytes_per_s, tags)
+        for stage, seconds in {**report.stage_s, "total": report.total_s}.items():
+            self._stage.set(seconds, {**tags, "stage": stage})
+
+    def failed(self, backend: str) -> None:
+        """Publishes a failed sync."""
+        self._failures.inc(1, {"backend": backend})

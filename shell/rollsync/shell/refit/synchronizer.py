@@ -1,0 +1,334 @@
+"""Drives a checkpoint engine's life cycle on a policy's and a generation's workers.
+
+The steps and their order are fixed: memory of every worker, `init_checkpoint_engine`,
+`prepare_checkpoint_engine`, `init_checkpoint_engine_process_group`, then per sync a send together
+with an update, and at the end `finalize_checkpoint_engine`. Rules kept here: policy references
+come first in every list that is waited for; nothing but the phases above is called, so that
+offloading and waking stay the caller's; and a sync that did not reach every engine raises.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import SupportsInt, TypeVar, cast
+
+import ray
+from ray import ObjectRef
+from returns.pipeline import is_successful
+from returns.result import Result
+
+from rollsync.pure.refit import (
+    MEBIBYTE,
+    RefitError,
+    Topology,
+    describe,
+    flatten_metadata,
+    parse_ratio,
+    plan_topology,
+    resolve_bucket_bytes,
+)
+from rollsync.shell.refit.errors import RefitConfigurationError, WeightTransferFailed
+from rollsync.shell.refit.interfaces import (
+    CheckpointEngineConfig,
+    RefitGeneration,
+    RefitPolicy,
+    Timer,
+    WeightSynchronizer,
+)
+from rollsync.shell.refit.report import SyncMetrics, SyncReport, summarize
+
+logger = logging.getLogger(__name__)
+
+SYNC_LABEL = "prepare_for_generation/transfer_and_update_weights"
+"""The timer's label of the transfer, as NeMo-RL's dashboards know it."""
+
+RANK_0_AXES = ["tensor_parallel", "pipeline_parallel"]
+"""One call per generation engine: its rank 0 hands the call on inside the engine."""
+
+DEFAULT_REFIT_TIMEOUT_S = 300.0
+"""How long a failed sync waits for the workers that have not answered yet, if not configured."""
+
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
+    """Moves a policy's weights into its generation engines through a checkpoint engine.
+
+    Both sides are driven by shape (see `interfaces`): NeMo-RL's policy and generation objects fit
+    as they are, and so do rollsync's worker groups.
+    """
+
+    _policy: RefitPolicy
+    _generation: RefitGeneration
+    _checkpoint_engine_config: CheckpointEngineConfig
+    _stale: bool = True
+    _checkpoint_engine_ready: bool = False
+    _bucket_size_bytes: int | None = None
+    _metrics: SyncMetrics = field(default_factory=SyncMetrics, repr=False, compare=False)
+
+    def init_communicator(self) -> None:
+        """Tells the generation what will come, and connects both sides."""
+        self._generation.prepare_refit_info(self._policy.prepare_refit_info())
+        self._ensure_checkpoint_engine_ready()
+
+    @property
+    def is_stale(self) -> bool:
+        """True until a sync has succeeded, and from the start of a sync until its success."""
+        return self._stale
+
+    def sync_weights(
+        self, *, timer: Timer | None = None, kv_scales: dict[str, float] | None = None
+    ) -> SyncReport:
+        """Moves the policy's weights into every engine.
+
+        Args:
+            timer: times the transfer under `SYNC_LABEL` when given.
+            kv_scales: key/value cache scales by name, sent after the weights.
+
+        Returns:
+            The sync's figures, which are also logged and published as Ray metrics.
+
+        Raises:
+            RefitConfigurationError: when the set-up, where one is needed, was refused.
+            WeightTransferFailed: when an engine answered that it did not load the weights, or
+                when workers moved to different versions.
+            Exception: whatever a worker raised, as Ray hands it on.
+        """
+        self._stale = True
+        started_s = time.perf_counter()
+        backend = self._checkpoint_engine_config["backend"]
+        try:
+            self._ensure_checkpoint_engine_ready()
+            ready_s = time.perf_counter()
+            with timer.time(SYNC_LABEL) if timer is not None else nullcontext():
+                results = self._transfer(kv_scales)
+            done_s = time.perf_counter()
+            report = summarize(
+                results,
+                backend=backend,
+                bucket_bytes=self._resolve_bucket_size_bytes(),
+                total_s=done_s - started_s,
+                driver_stage_s={"set_up": ready_s - started_s, "transfer": done_s - ready_s},
+            )
+            self._check_versions(report)
+            self._stale = False
+        except BaseException as error:
+            self._metrics.failed(backend)
+            if self._release_after_refit():
+                self._shutdown_beside(error)
+            raise
+        self._metrics.succeeded(report)
+        logger.info("synchronized %s", report)
+        if self._release_after_refit():
+            self.shutdown()
+        return report
+
+    def shutdown(self) -> None:
+        """Finalizes the checkpoint engine on every worker; without a set-up, does nothing."""
+        if not self._checkpoint_engine_ready:
+            return
+        # The set-up counts as gone even if a worker fails to release: the next sync prepares anew.
+        self._checkpoint_engine_ready = False
+        ray.get(
+            self._run_policy("finalize_checkpoint_engine")
+            + self._run_generation("finalize_checkpoint_engine")
+        )
+
+    def _release_after_refit(self) -> bool:
+        return bool(self._engine_options().get("release_after_refit", False))
+
+    def _run_policy(
+        self, checkpoint_method: str, **method_kwargs: object
+    ) -> list[ObjectRef[object]]:
+        return self._policy.worker_group.run_all_workers_single_data(
+            "checkpoint_engine_rpc",
+            checkpoint_method=checkpoint_method,
+            method_kwargs=method_kwargs,
+        )
+
+    def _generation_rpc(self) -> str:
+        vllm_cfg = cast("dict[str, object]", self._generation.cfg["vllm_cfg"])
+        return (
+            "checkpoint_engine_rpc_async" if vllm_cfg["async_engine"] else "checkpoint_engine_rpc"
+        )
+
+    def _run_generation(
+        self, checkpoint_method: str, method_args: tuple[object, ...] = ()
+    ) -> list[ObjectRef[object]]:
+        return self._generation.worker_group.run_all_workers_single_data(
+            self._generation_rpc(),
+            checkpoint_method=checkpoint_method,
+            method_args=method_args,
+            run_rank_0_only_axes=RANK_0_AXES,
+        )
+
+    def _resolve_bucket_size_bytes(self) -> int:
+        if self._bucket_size_bytes is not None:
+            return self._bucket_size_bytes
+        setting = self._checkpoint_engine_config["update_weights_bucket_memory_ratio"]
+        ratio = _accepted(parse_ratio(setting))
+        policy_refs = self._run_policy("checkpoint_engine_total_memory_bytes")
+        totals = ray.get(policy_refs + self._run_generation("checkpoint_engine_total_memory_bytes"))
+        bucket_size_bytes = _accepted(
+            resolve_bucket_bytes(
+                ratio,
+                policy_memory_bytes=_integers(totals[: len(policy_refs)]),
+                rollout_memory_bytes=_integers(totals[len(policy_refs) :]),
+            )
+        )
+        self._bucket_size_bytes = bucket_size_bytes
+        logger.info("%d MiB per transfer buffer", bucket_size_bytes // MEBIBYTE)
+        return bucket_size_bytes
+
+    def _ensure_checkpoint_engine_ready(self) -> None:
+        if self._checkpoint_engine_ready:
+            return
+        bucket_size_bytes = self._resolve_bucket_size_bytes()
+        try:
+            self._set_up(bucket_size_bytes)
+        except BaseException as error:
+            # Some workers may hold buffers by now; without this only their end would free them.
+            self._checkpoint_engine_ready = True
+            self._shutdown_beside(error)
+            raise
+        self._checkpoint_engine_ready = True
+
+    def _set_up(self, bucket_size_bytes: int) -> None:
+        backend = self._checkpoint_engine_config["backend"]
+        engine_kwargs = self._engine_options()
+        ray.get(
+            self._run_policy(
+                "init_checkpoint_engine",
+                backend=backend,
+                bucket_size_bytes=bucket_size_bytes,
+                engine_kwargs=engine_kwargs,
+            )
+            + self._run_generation(
+                "init_checkpoint_engine", (backend, bucket_size_bytes, engine_kwargs)
+            )
+        )
+        policy_refs = self._run_policy("prepare_checkpoint_engine")
+        generation_refs = self._run_generation("prepare_checkpoint_engine")
+        prepared = ray.get(policy_refs + generation_refs)
+        topology = self._topology(prepared[: len(policy_refs)], prepared[len(policy_refs) :])
+        metadata = list(topology.metadata)
+        train_world_size = topology.train_world_size
+        rollout_world_size = topology.rollout_world_size
+        ray.get(
+            self._run_policy(
+                "init_checkpoint_engine_process_group",
+                metadata=metadata,
+                train_world_size=train_world_size,
+                rollout_world_size=rollout_world_size,
+            )
+            + self._generation.worker_group.run_all_workers_multiple_data(
+                self._generation_rpc(),
+                method_args=[
+                    (rank_prefix, train_world_size, rollout_world_size, metadata)
+                    for rank_prefix in self._rank_prefixes()
+                ],
+                run_rank_0_only_axes=RANK_0_AXES,
+                common_kwargs={"checkpoint_method": "init_checkpoint_engine_process_group"},
+            )
+        )
+
+    def _topology(self, policy: list[object], generation: list[object]) -> Topology:
+        answered = flatten_metadata(generation)
+        # Metadata without ranks is opaque: then who answered is all there is to know.
+        ranked = any(isinstance(item, Mapping) and "rank" in item for item in answered)
+        workers = len(self._generation.worker_group.workers)
+        return _accepted(
+            plan_topology(
+                policy,
+                generation,
+                train_world_size=len(flatten_metadata(policy)),
+                rollout_world_size=workers if ranked else len(answered),
+            )
+        )
+
+    def _rank_prefixes(self) -> range:
+        """The first global rollout rank of each engine."""
+        workers = len(self._generation.worker_group.workers)
+        engines = self._generation.dp_size
+        if engines < 1 or workers < 1 or workers % engines:
+            raise RefitConfigurationError(
+                f"{workers} rollout workers cannot be shared evenly by {engines} engines",
+                remedy="give every data-parallel engine equally many workers",
+            )
+        return range(0, workers, workers // engines)
+
+    def _transfer(self, kv_scales: dict[str, float] | None) -> list[object]:
+        """One send and one update on all workers; their answers, policy first."""
+        policy_refs = self._run_policy("send_weights_via_checkpoint_engine", kv_scales=kv_scales)
+        refs = policy_refs + self._run_generation("update_weights_from_checkpoint_engine")
+        try:
+            results = list(ray.get(refs))
+        except Exception:
+            self._settle(refs)
+            raise
+        updates = results[len(policy_refs) :]
+        if not all(update for update in updates if update is not None):
+            backend = self._checkpoint_engine_config["backend"]
+            raise WeightTransferFailed(
+                f"Weight transfer failed during {backend} checkpoint-engine sync: engines "
+                f"{[i for i, u in enumerate(updates) if u is not None and not u]} did not load it",
+                backend=backend,
+                remedy="see those engines' logs; they refuse to generate until a sync succeeds",
+            )
+        return results
+
+    def _check_versions(self, report: SyncReport) -> None:
+        if len(report.weight_versions) > 1:
+            raise WeightTransferFailed(
+                f"the workers of one sync were at the weight versions "
+                f"{', '.join(map(str, report.weight_versions))}",
+                backend=report.backend,
+                remedy="synchronize when all policy workers have finished the same step",
+            )
+
+    def _settle(self, refs: Sequence[object]) -> None:
+        """Waits until no worker is busy with a failed transfer any more.
+
+        Ray raises at the first failure. The other side is told by its own engine, or gives up at
+        its deadline; until then it must not be given anything else to do.
+        """
+        options = self._engine_options()
+        timeout_s = options.get("refit_timeout_s", DEFAULT_REFIT_TIMEOUT_S)
+        pending = [ref for ref in refs if isinstance(ref, ObjectRef)]
+        if pending and isinstance(timeout_s, int | float):
+            ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
+
+    def _engine_options(self) -> dict[str, object]:
+        config = self._checkpoint_engine_config
+        return dict(config["engine_kwargs"].get(config["backend"], {}))
+
+    def _shutdown_beside(self, error: BaseException) -> None:
+        """Shuts down while `error` is on its way, without ever hiding it."""
+        try:
+            self.shutdown()
+        except Exception as second:
+            error.add_note(f"finalizing the checkpoint engine failed as well: {second!r}")
+
+
+def _accepted(result: Result[_T, RefitError]) -> _T:
+    if not is_successful(result):
+        error = result.failure()
+        raise RefitConfigurationError(describe(error), error=error)
+    return result.unwrap()
+
+
+def _integers(results: Iterable[object]) -> list[int]:
+    """The memory totals of one side, in bytes."""
+    totals = []
+    for total in flatten_metadata(results):
+        if not isinstance(total, SupportsInt):
+            raise RefitConfigurationError(
+                f"a worker reported its total memory as {total!r}",
+                remedy="answer checkpoint_engine_total_memory_bytes with a number of bytes",
+            )
+        totals.append(int(total))
+    return totals
