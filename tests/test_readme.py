@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rollsync.shell.cli.registry import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -79,3 +81,9 @@ def test_relative_links_lead_somewhere() -> None:
             if not (document.parent / target).exists() and not (ROOT / target).exists()
         ]
     assert not broken
+
+
+def test_every_command_is_in_the_table() -> None:
+    text = (ROOT / "README.md").read_text()
+    for command in COMMANDS:
+        assert f"| `rollsync {command.name}" in text, command.name
