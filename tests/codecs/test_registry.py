@@ -28,6 +28,8 @@ from rollsync.codecs.registry import KINDS
 from rollsync.codecs.rollout.recovery_ledger import RECOVERY_LEDGER
 from rollsync.codecs.rollout.replay_metadata import REPLAY_METADATA
 from rollsync.codecs.rollout.state import ROLLOUT_STATE
+from rollsync.codecs.rollout.state_diff import STATE_DIFF
+from rollsync.pure.rollout.diff import diff, patch
 from rollsync.pure.rollout.state import RolloutRecoveryLedger, RolloutState
 from tests.codecs.samples import SAMPLES
 from tests.codecs.samples.replay_metadata import FULL as FULL_REPLAY
@@ -78,7 +80,18 @@ def test_every_state_comes_back(state: RolloutState) -> None:
     data = encode(state)
     again = decode(data, ROLLOUT_STATE).unwrap()
     assert again == state
+    assert diff(again, state).is_empty
     assert encode(again) == data
+
+
+@given(states, states)
+@settings(max_examples=50, deadline=None)
+def test_every_difference_comes_back_and_leads_to_the_same_state(
+    a: RolloutState, b: RolloutState
+) -> None:
+    change = decode(encode(diff(a, b)), STATE_DIFF).unwrap()
+    assert change == diff(a, b)
+    assert encode(patch(a, change)) == encode(b)
 
 
 class Person(Struct, frozen=True):

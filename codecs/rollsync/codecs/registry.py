@@ -20,6 +20,7 @@ from rollsync.codecs.rollout.data_plane_checkpoint import DATA_PLANE_CHECKPOINT
 from rollsync.codecs.rollout.recovery_ledger import RECOVERY_LEDGER
 from rollsync.codecs.rollout.replay_metadata import REPLAY_METADATA
 from rollsync.codecs.rollout.state import ROLLOUT_STATE
+from rollsync.codecs.rollout.state_diff import STATE_DIFF
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ KINDS: Final[tuple[AnyKind, ...]] = (
     RECOVERY_LEDGER,
     REPLAY_METADATA,
     ROLLOUT_STATE,
+    STATE_DIFF,
 )
 _BY_NAME: Final = {kind.name: kind for kind in KINDS}
 _BY_DOMAIN: Final = {kind.domain: kind for kind in KINDS}

@@ -16,6 +16,7 @@ from tests.codecs.samples import (
     recovery_ledger,
     replay_metadata,
     rollout_state,
+    state_diff,
 )
 
 SAMPLES: Final[Mapping[str, Mapping[str, object]]] = {
@@ -23,4 +24,5 @@ SAMPLES: Final[Mapping[str, Mapping[str, object]]] = {
     "rollout.recovery-ledger": recovery_ledger.SAMPLES,
     "rollout.replay-metadata": replay_metadata.SAMPLES,
     "rollout.state": rollout_state.SAMPLES,
+    "rollout.state-diff": state_diff.SAMPLES,
 }

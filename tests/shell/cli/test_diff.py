@@ -5,20 +5,49 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from rpds import HashTrieSet
 
 from rollsync.codecs import encode
+from rollsync.pure.rollout.state import (
+    PromptGroupStatus,
+    RolloutAttemptRecord,
+    RolloutAttemptStatus,
+)
 from rollsync.shell.cli import main
-from tests.codecs.samples import SAMPLES
+from tests.codecs.samples.recovery_ledger import ADMITTED, RESERVED, ledger
 from tests.codecs.samples.rollout_state import FULL
 
-CHANGED = msgspec.structs.replace(
+CHANGED = replace(
     FULL,
     sampler_dispatch_index=6,
     open_step=None,
     rows_to_clear=HashTrieSet(["group-z/0", "group-z/1", "group-z/2"]),
+)
+
+LEDGER = ledger(RESERVED, ADMITTED)
+LATER = replace(
+    ADMITTED,
+    status=PromptGroupStatus.READY_TO_FINALIZE,
+    siblings=(
+        ADMITTED.siblings[0],
+        replace(
+            ADMITTED.siblings[1],
+            attempts=(
+                ADMITTED.siblings[1].attempts[0],
+                replace(ADMITTED.siblings[1].attempts[1], status=RolloutAttemptStatus.FAILED),
+                RolloutAttemptRecord(
+                    index=2,
+                    status=RolloutAttemptStatus.SEALED,
+                    receipt="5b" * 32,
+                    reward=0.0,
+                    masked=False,
+                    staged_keys=("group-a/1/attempt-2",),
+                ),
+            ),
+        ),
+    ),
 )
 
 
@@ -32,14 +61,30 @@ def test_equal_files_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == ""
 
 
-def test_each_difference_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_are_compared_in_the_terms_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diff", write(tmp_path / "a", FULL), write(tmp_path / "b", CHANGED)]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "~ sampler_dispatch_index: 5 -> 6",
-        '~ open_step: {"step": 4, "group_ids": ["group-d", "group-c"], '
-        '"optimizer_commit_open": false} -> null',
-        '+ rows_to_clear.2: "group-z/2"',
+        "dispatch index: now 6",
+        "open training step: now none",
+        "rows to clear: + 1 - 0",
     ]
+
+
+def test_other_kinds_are_compared_place_by_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write(tmp_path / "a", LEDGER), write(tmp_path / "b", ledger(RESERVED, LATER))]
+    assert main(["diff", *files]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        '~ groups.group-a.status: "generating" -> "ready_to_finalize"',
+        '~ groups.group-a.siblings.1.attempts.1.status: "dispatched" -> "failed"',
+    ]
+    assert lines[2].startswith('+ groups.group-a.siblings.1.attempts.2: {"index": 2, "status": ')
+    assert lines[2].endswith("...")
+    assert len(lines[2]) < 150
 
 
 def test_json_names_paths_as_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,17 +96,11 @@ def test_json_names_paths_as_arrays(tmp_path: Path, capsys: pytest.CaptureFixtur
     }
 
 
-def test_long_values_are_shortened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    long = msgspec.structs.replace(FULL, rows_to_clear=HashTrieSet(["x" * 500]))
-    assert main(["diff", write(tmp_path / "a", long), write(tmp_path / "b", FULL)]) == 1
-    assert all(len(line) < 150 for line in capsys.readouterr().out.splitlines())
-
-
 def test_files_of_two_kinds_are_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger = write(tmp_path / "a", SAMPLES["rollout.recovery-ledger"]["full"])
-    assert main(["diff", ledger, write(tmp_path / "b", FULL)]) == 2
+    other = write(tmp_path / "a", LEDGER)
+    assert main(["diff", other, write(tmp_path / "b", FULL)]) == 2
     assert "RolloutRecoveryLedger" in capsys.readouterr().err
 
 

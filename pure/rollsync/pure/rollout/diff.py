@@ -178,7 +178,9 @@ def _map_diff(a: Mapping[K, V], b: Mapping[K, V]) -> MapDiff[K, V]:
     put: list[tuple[K, V]] = []
     for key, value in b.items():
         old = a.get(key)
-        if old is None or (old is not value and old != value):
+        # Not `!=`: by rpds, an empty map differs from an equal one.
+        unchanged = old is value or old == value
+        if not unchanged:
             put.append((key, value))
     put.sort(key=lambda entry: entry[0])
     return MapDiff(put=tuple(put), removed=tuple(sorted(key for key in a if key not in b)))

@@ -1,6 +1,8 @@
 """`rollsync diff A B`: where two files of one kind differ.
 
-Reads only. Needs neither torch nor ray nor vllm. Exit code 1 when they differ.
+States are compared in the terms of a run (what became of which group), other kinds place by place;
+`--json` is place by place for all. Reads only, and needs neither torch nor ray nor vllm. Exit code
+1 when the two differ.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from pathlib import Path
 import msgspec
 
 from rollsync.codecs.view import Change, changes, view
+from rollsync.pure.rollout.diff import diff, diff_lines
+from rollsync.pure.rollout.state import RolloutState
 from rollsync.shell.cli._files import read_value
 from rollsync.shell.errors import RollsyncError
 
@@ -44,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
     found = list(changes(view(before), view(after)))
     if as_json:
         print(json.dumps(msgspec.to_builtins(found), ensure_ascii=False, indent=2))
+    elif isinstance(before, RolloutState) and isinstance(after, RolloutState):
+        for line in diff_lines(diff(before, after)):
+            print(line)
     else:
         for change in found:
             print(_line(change))
