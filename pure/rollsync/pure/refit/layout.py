@@ -1,0 +1,205 @@
+"""Destination layout: which part of each tensor a rollout rank keeps, and what it is sent.
+
+A rank reports its parts: boxes of elements (a tensor-parallel slice, a whole expert, nothing of the
+layers of another pipeline stage). The source sends those boxes and nothing else.
+
+Rules kept here:
+
+- every element that a rank keeps is sent to it exactly once: its parts of a tensor do not overlap,
+  and a part that it keeps under several names (tied weights) is sent once, with aliases;
+- the ranks of an engine together keep every element, or somebody's report is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+from returns.result import Failure, Result, Success
+
+from rollsync.pure.refit.buckets import TensorSpec
+from rollsync.pure.refit.errors import (
+    LayoutError,
+    PartOutOfBounds,
+    PartsOverlap,
+    TensorNotCovered,
+    UnknownTensor,
+)
+
+
+class Box(Struct, frozen=True, array_like=True, gc=False):
+    """A box of elements of a tensor: in dimension d, `sizes[d]` elements from `starts[d]` on."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many elements lie in it."""
+        return math.prod(self.sizes)
+
+
+class Part(Struct, frozen=True, array_like=True, gc=False):
+    """What a rank keeps of the tensor that it knows as `name` (a first name or an alias)."""
+
+    name: str
+    box: Box
+
+
+class SentPart(Struct, frozen=True, array_like=True, gc=False):
+    """One tensor of a rank's stream: a box of a source tensor.
+
+    Attributes:
+        source: First name of the source tensor.
+        box: The elements that are sent, as a contiguous tensor in row-major order.
+        spec: What arrives. Its name is the rank's name of the tensor, followed by the box when
+            that is not the whole tensor, so that two sides which cut differently disagree.
+    """
+
+    source: str
+    box: Box
+    spec: TensorSpec
+
+
+def whole(spec: TensorSpec) -> Box:
+    """All elements of a tensor."""
+    return Box((0,) * len(spec.shape), spec.shape)
+
+
+def slice_of(spec: TensorSpec, dimension: int, start: int, size: int) -> Box:
+    """`size` elements from `start` on in one dimension, and all in the others."""
+    starts, sizes = [0] * len(spec.shape), list(spec.shape)
+    starts[dimension], sizes[dimension] = start, size
+    return Box(tuple(starts), tuple(sizes))
+
+
+def part_name(name: str, spec: TensorSpec, box: Box) -> str:
+    """The name of a part in a stream: `name` for a whole tensor, else `name[0:8,16:32]`."""
+    if box == whole(spec):
+        return name
+    ranges = (f"{start}:{start + size}" for start, size in zip(box.starts, box.sizes, strict=True))
+    return f"{name}[{','.join(ranges)}]"
+
+
+def plan_parts(
+    specs: Sequence[TensorSpec], layout: Iterable[Part], *, rank: int
+) -> Result[tuple[SentPart, ...], LayoutError]:
+    """What one rank is sent, in stream order.
+
+    Args:
+        specs: The source's tensors in stream order.
+        layout: The parts that the rank keeps, in any order. Parts without elements are legal.
+        rank: Its rank among the rollout workers, for the error.
+    """
+    by_name = _by_name(specs)
+    # By source tensor: the boxes in the order of their starts, each with the names it goes by.
+    wanted: dict[str, dict[Box, list[str]]] = {}
+    for part in layout:
+        spec = by_name.get(part.name)
+        if spec is None:
+            return Failure(UnknownTensor(rank=rank, tensor=part.name))
+        if not _lies_in(part.box, spec.shape):
+            return Failure(
+                PartOutOfBounds(
+                    rank=rank,
+                    tensor=part.name,
+                    starts=part.box.starts,
+                    sizes=part.box.sizes,
+                    shape=spec.shape,
+                )
+            )
+        names = wanted.setdefault(spec.name, {}).setdefault(part.box, [])
+        if part.name in names:
+            return Failure(PartsOverlap(rank=rank, tensor=part.name))
+        names.append(part.name)
+    sent: list[SentPart] = []
+    for spec in specs:
+        boxes = wanted.get(spec.name, {})
+        overlapping = _overlapping_name(spec, boxes)
+        if overlapping is not None:
+            return Failure(PartsOverlap(rank=rank, tensor=overlapping))
+        sent.extend(_sent_part(spec, box, boxes[box]) for box in sorted(boxes, key=_in_order))
+    return Success(tuple(sent))
+
+
+def check_coverage(
+    specs: Sequence[TensorSpec], layouts: Iterable[Iterable[Part]]
+) -> TensorNotCovered | None:
+    """What part of a model no rank of an engine keeps, or None.
+
+    Args:
+        specs: The source's tensors. One name of a tied tensor is enough.
+        layouts: The parts of every rank of one engine, which `plan_parts` finds nothing wrong with.
+    """
+    by_name = _by_name(specs)
+    held: dict[str, set[Box]] = {spec.name: set() for spec in specs}
+    for layout in layouts:
+        for part in layout:
+            held[by_name[part.name].name].add(part.box)
+    for spec in specs:
+        elements = math.prod(spec.shape)
+        boxes = held[spec.name]
+        covered = elements if whole(spec) in boxes else _union_elements(list(boxes))
+        if covered != elements or not boxes:
+            return TensorNotCovered(tensor=spec.name, elements=elements, held=covered)
+    return None
+
+
+def _by_name(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    return {name: spec for spec in specs for name in (spec.name, *spec.aliases)}
+
+
+def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.starts) == len(box.sizes) == len(shape) and all(
+        start >= 0 and size >= 0 and start + size <= length
+        for start, size, length in zip(box.starts, box.sizes, shape, strict=True)
+    )
+
+
+def _overlapping_name(spec: TensorSpec, boxes: dict[Box, list[str]]) -> str | None:
+    """A name under which two of a rank's boxes share elements."""
+    if len(boxes) < 2:
+        return None
+    for name in (spec.name, *spec.aliases):
+        own = [box for box, names in boxes.items() if name in names]
+        if _union_elements(own) != sum(box.elements for box in own):
+            return name
+    return None
+
+
+def _union_elements(boxes: Sequence[Box]) -> int:
+    """How many elements lie in at least one of the boxes, which have equally many dimensions."""
+    if len(boxes) < 2:
+        return sum(box.elements for box in boxes)
+    if not boxes[0].starts:
+        return 1
+    cuts = sorted({edge for box in boxes for edge in _edges(box)})
+    elements = 0
+    for low, high in itertools.pairwise(cuts):
+        inner = {
+            Box(box.starts[1:], box.sizes[1:])
+            for box in boxes
+            if box.starts[0] <= low and high <= box.starts[0] + box.sizes[0]
+        }
+        elements += (high - low) * _union_elements(list(inner))
+    return elements
+
+
+def _edges(box: Box) -> tuple[int, int]:
+    return box.starts[0], box.starts[0] + box.sizes[0]
+
+
+def _in_order(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return box.starts, box.sizes
+
+
+def _sent_part(spec: TensorSpec, box: Box, names: Sequence[str]) -> SentPart:
+    ordered = [name for name in (spec.name, *spec.aliases) if name in names]
+    first, *aliases = (part_name(name, spec, box) for name in ordered)
+    return SentPart(
+        source=spec.name,
+        box=box,
+        spec=TensorSpec(first, box.sizes, spec.dtype, tuple(aliases)),
+    )

@@ -1,0 +1,260 @@
+"""The tensors of a published model, from its Hugging Face configuration alone.
+
+Names and shapes are those of the model's checkpoint files, in the order of the modules. One
+function per part of a decoder layer; the table `ARCHITECTURES` says which parts a model type has.
+
+Rule kept here: a model type that is not in the table has no shapes; none is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+from returns.result import Failure, Result, Success
+
+from rollsync.pure.refit.buckets import TensorSpec
+from rollsync.pure.refit.dtypes import DTYPE_BYTES
+from rollsync.pure.refit.errors import ConfigMalformed, ShapesError, UnknownArchitecture
+
+Size = Annotated[int, Meta(ge=1, le=2**31)]
+Count = Annotated[int, Meta(ge=0, le=2**31)]
+
+
+class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
+    """The fields of a `config.json` that decide about shapes, under their own names.
+
+    A field is None (or its default) when the file leaves it out; files have many further fields.
+    """
+
+    model_type: str
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    vocab_size: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    # Mixtures of experts
+    num_experts: Size | None = None
+    num_local_experts: Size | None = None
+    n_routed_experts: Size | None = None
+    n_shared_experts: Count | None = None
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: tuple[Count, ...] = ()
+    first_k_dense_replace: Count = 0
+    # Multi-head latent attention
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size | None = None
+    qk_nope_head_dim: Size | None = None
+    qk_rope_head_dim: Size | None = None
+    v_head_dim: Size | None = None
+
+
+class Architecture(Struct, frozen=True, kw_only=True):
+    """Which parts the decoder layers of a model type have.
+
+    Attributes:
+        experts: Names of a layer's expert block, and None for a dense model.
+        latent_attention: Multi-head latent attention instead of grouped queries.
+        query_bias: Query, key and value have a bias whatever `attention_bias` says.
+        head_norms: Query and key heads are normalised.
+    """
+
+    experts: ExpertNames | None = None
+    latent_attention: bool = False
+    query_bias: bool = False
+    head_norms: bool = False
+
+
+class ExpertNames(Struct, frozen=True, kw_only=True):
+    """How a checkpoint names an expert block, and the projections of one expert."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = ""
+    """The experts that every token goes through, where there are any."""
+    shared_gate: bool = False
+    correction_bias: bool = False
+
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
+    {
+        "deepseek_v3": Architecture(
+            experts=ExpertNames(shared="shared_experts", correction_bias=True),
+            latent_attention=True,
+        ),
+        "kimi_k2": Architecture(
+            experts=ExpertNames(shared="shared_experts", correction_bias=True),
+            latent_attention=True,
+        ),
+        "llama": Architecture(),
+        "mistral": Architecture(),
+        "mixtral": Architecture(
+            experts=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+        ),
+        "qwen2": Architecture(query_bias=True),
+        "qwen2_moe": Architecture(
+            experts=ExpertNames(shared="shared_expert", shared_gate=True), query_bias=True
+        ),
+        "qwen3": Architecture(head_norms=True),
+        "qwen3_moe": Architecture(experts=ExpertNames(), head_norms=True),
+    }
+)
+"""By `model_type`."""
+
+_Shape = tuple[int, ...]
+_Named = Iterator[tuple[str, _Shape]]
+
+
+class _Missing(Exception):
+    """A field that the model type needs is not in the configuration."""
+
+
+def model_tensors(config: HuggingFaceConfig) -> Result[tuple[TensorSpec, ...], ShapesError]:
+    """Every tensor of the model's checkpoint in module order; tied weights as aliases."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        return Failure(
+            UnknownArchitecture(model_type=config.model_type, known=tuple(ARCHITECTURES))
+        )
+    dtype = config.dtype or config.torch_dtype or "bfloat16"
+    if dtype not in DTYPE_BYTES:
+        return Failure(ConfigMalformed(why=f"its dtype {dtype!r} is no torch dtype"))
+    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    vocabulary = (config.vocab_size, config.hidden_size)
+    try:
+        layers = [
+            TensorSpec(name, shape, "float32" if name.endswith("correction_bias") else dtype)
+            for name, shape in _layers(config, architecture)
+        ]
+    except _Missing as missing:
+        return Failure(ConfigMalformed(why=f"model type {config.model_type} needs {missing}"))
+    specs = [
+        TensorSpec("model.embed_tokens.weight", vocabulary, dtype, tied),
+        *layers,
+        TensorSpec("model.norm.weight", (config.hidden_size,), dtype),
+    ]
+    if not tied:
+        specs.append(TensorSpec("lm_head.weight", vocabulary, dtype))
+    return Success(tuple(specs))
+
+
+def kv_heads_of(config: HuggingFaceConfig) -> int | None:
+    """How many key and value heads a layer has; None where latent attention has none to share."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is not None and architecture.latent_attention:
+        return None
+    return config.num_key_value_heads or config.num_attention_heads
+
+
+def _layers(config: HuggingFaceConfig, architecture: Architecture) -> _Named:
+    hidden = config.hidden_size
+    for index in range(config.num_hidden_layers):
+        prefix = f"model.layers.{index}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        attention = (
+            _latent_attention(config)
+            if architecture.latent_attention
+            else _grouped_attention(config, architecture)
+        )
+        for name, shape in attention:
+            yield f"{prefix}.self_attn.{name}", shape
+        names = architecture.experts
+        if names is not None and _has_experts(config, index):
+            for name, shape in _experts(config, names):
+                yield f"{prefix}.{names.block}.{name}", shape
+        else:
+            width, bias = config.intermediate_size, config.mlp_bias
+            yield from _projection(f"{prefix}.mlp.gate_proj", width, hidden, bias=bias)
+            yield from _projection(f"{prefix}.mlp.up_proj", width, hidden, bias=bias)
+            yield from _projection(f"{prefix}.mlp.down_proj", hidden, width, bias=bias)
+
+
+def _grouped_attention(config: HuggingFaceConfig, architecture: Architecture) -> _Named:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = config.head_dim or hidden // heads
+    kv_rows = (config.num_key_value_heads or heads) * head_dim
+    bias = config.attention_bias or architecture.query_bias
+    yield from _projection("q_proj", heads * head_dim, hidden, bias=bias)
+    yield from _projection("k_proj", kv_rows, hidden, bias=bias)
+    yield from _projection("v_proj", kv_rows, hidden, bias=bias)
+    yield from _projection("o_proj", hidden, heads * head_dim, bias=config.attention_bias)
+    if architecture.head_norms:
+        yield "q_norm.weight", (head_dim,)
+        yield "k_norm.weight", (head_dim,)
+
+
+def _latent_attention(config: HuggingFaceConfig) -> _Named:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    kv_rank = _needed(config.kv_lora_rank, "kv_lora_rank")
+    plain = _needed(config.qk_nope_head_dim, "qk_nope_head_dim")
+    rotary = _needed(config.qk_rope_head_dim, "qk_rope_head_dim")
+    value = _needed(config.v_head_dim, "v_head_dim")
+    query_rows, bias = heads * (plain + rotary), config.attention_bias
+    if config.q_lora_rank is None:
+        yield "q_proj.weight", (query_rows, hidden)
+    else:
+        yield from _projection("q_a_proj", config.q_lora_rank, hidden, bias=bias)
+        yield "q_a_layernorm.weight", (config.q_lora_rank,)
+        yield "q_b_proj.weight", (query_rows, config.q_lora_rank)
+    yield from _projection("kv_a_proj_with_mqa", kv_rank + rotary, hidden, bias=bias)
+    yield "kv_a_layernorm.weight", (kv_rank,)
+    yield "kv_b_proj.weight", (heads * (plain + value), kv_rank)
+    yield from _projection("o_proj", hidden, heads * value, bias=bias)
+
+
+def _has_experts(config: HuggingFaceConfig, layer: int) -> bool:
+    return (
+        layer >= config.first_k_dense_replace
+        and layer not in config.mlp_only_layers
+        and (layer + 1) % config.decoder_sparse_step == 0
+    )
+
+
+def _experts(config: HuggingFaceConfig, names: ExpertNames) -> _Named:
+    hidden = config.hidden_size
+    count = _needed(
+        config.num_experts or config.num_local_experts or config.n_routed_experts, "num_experts"
+    )
+    width = config.moe_intermediate_size or config.intermediate_size
+    yield "gate.weight", (count, hidden)
+    if names.correction_bias:
+        yield "gate.e_score_correction_bias", (count,)
+    for expert in range(count):
+        yield from _expert(f"experts.{expert}", width, hidden, names)
+    shared_width = config.shared_expert_intermediate_size or width * (config.n_shared_experts or 0)
+    if names.shared and shared_width:
+        yield from _expert(names.shared, shared_width, hidden, names)
+        if names.shared_gate:
+            yield f"{names.shared}_gate.weight", (1, hidden)
+
+
+def _expert(prefix: str, width: int, hidden: int, names: ExpertNames) -> _Named:
+    yield f"{prefix}.{names.gate}.weight", (width, hidden)
+    yield f"{prefix}.{names.up}.weight", (width, hidden)
+    yield f"{prefix}.{names.down}.weight", (hidden, width)
+
+
+def _projection(name: str, rows: int, columns: int, *, bias: bool) -> _Named:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _needed(value: int | None, field: str) -> int:
+    if value is None:
+        raise _Missing(field)
+    return value
