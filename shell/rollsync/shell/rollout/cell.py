@@ -57,16 +57,21 @@ class StateCell:
         state = self._state
         steps: list[tuple[RolloutEvent, RolloutState]] = []
         for event in events:
-            after = apply(state, event)
-            if not is_successful(after):
-                raise RolloutTransitionError(event, after.failure())
-            state = after.unwrap()
+            state = _after(state, event)
             steps.append((event, state))
         self._state = state
         for event, reached in steps:
             for listener in self._listeners:
                 listener(event, reached)
         return state
+
+    def preview(self, event: RolloutEvent) -> RolloutState:
+        """The state that `event` would lead to now; nothing changes.
+
+        Raises:
+            RolloutTransitionError: the state does not allow the event.
+        """
+        return _after(self._state, event)
 
     def restore(self, section: DataPlaneMutationSection, state: RolloutState) -> None:
         """Put a whole state in place, as a restore does before the pumps start.
@@ -81,3 +86,10 @@ class StateCell:
                 remedy="restore inside a recovery_restore section",
             )
         self._state = state
+
+
+def _after(state: RolloutState, event: RolloutEvent) -> RolloutState:
+    after = apply(state, event)
+    if not is_successful(after):
+        raise RolloutTransitionError(event, after.failure())
+    return after.unwrap()

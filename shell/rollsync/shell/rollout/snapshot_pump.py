@@ -1,0 +1,128 @@
+"""Saves a snapshot every interval, and a last one before a deadline.
+
+Rule kept here: an invariant error ends the run at once; an I/O error or a timeout is tolerated as
+long as not too many come in a row. When to save is decided by `pure`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollsync.pure.config import CheckpointingConfig
+from rollsync.pure.rollout.cadence import next_save
+from rollsync.pure.rollout.checkpointing import (
+    RolloutCheckpointAttemptReason,
+    RolloutCheckpointOutcome,
+    RolloutCheckpointSaveResult,
+)
+from rollsync.shell.errors import RollsyncError
+from rollsync.shell.rollout.snapshots import RolloutSnapshotter
+
+_RETRY_S = 0.05
+"""Between attempts at the last snapshot: an optimizer commit takes about as long."""
+
+
+class RolloutSaveError(RollsyncError):
+    """Saving failed so that the run must not go on."""
+
+    def __init__(self, result: RolloutCheckpointSaveResult, message: str, *, remedy: str) -> None:
+        super().__init__(message, remedy=remedy)
+        self.result = result
+
+
+class SnapshotPump:
+    """The task that makes a run's periodic snapshots.
+
+    Args:
+        snapshotter: does the saving.
+        config: when, and how much may fail.
+        run_started_s: reading of the event loop's clock from which the deadline counts.
+        deadline_margin_s: the last snapshot starts at least this long before the deadline.
+    """
+
+    def __init__(
+        self,
+        snapshotter: RolloutSnapshotter,
+        config: CheckpointingConfig,
+        *,
+        run_started_s: float,
+        deadline_margin_s: float = 30.0,
+    ) -> None:
+        self._snapshotter = snapshotter
+        self._config = config
+        self._deadline_margin_s = deadline_margin_s
+        self._run_started_s = run_started_s
+        self._failures = 0
+        self.deadline_reached = asyncio.Event()
+        """Set when the last snapshot before the deadline was attempted: the run should end."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Save until `stop` is set or the deadline has come.
+
+        Raises:
+            RolloutSaveError: an invariant error, or too many failures in a row.
+        """
+        while not stop.is_set():
+            now_s = self._now_s()
+            upcoming = next_save(
+                self._config,
+                now_s=now_s,
+                longest_save_s=self._snapshotter.longest_save_s,
+                margin_s=self._deadline_margin_s,
+            )
+            if await _is_set_within(stop, upcoming.at_s - now_s):
+                return
+            if upcoming.is_last:
+                await self._save_last(stop)
+                return
+            self._judge(await self._snapshotter.save_rollout_snapshot())
+
+    async def _save_last(self, stop: asyncio.Event) -> None:
+        """Save before the deadline, again and again until it has worked or the time is up."""
+        deadline_s = self._config.checkpoint_must_save_by_s
+        try:
+            while True:
+                result = await self._snapshotter.save_rollout_snapshot(force=True)
+                if result.reason is RolloutCheckpointAttemptReason.INVARIANT_ERROR:
+                    self._judge(result)
+                hopeless = result.reason is RolloutCheckpointAttemptReason.MISSING_TRAINER_ANCHOR
+                too_late = deadline_s is not None and self._now_s() + _RETRY_S >= deadline_s
+                if result.saved or hopeless or too_late:
+                    return
+                if await _is_set_within(stop, _RETRY_S):
+                    return
+        finally:
+            self.deadline_reached.set()
+
+    def _judge(self, result: RolloutCheckpointSaveResult) -> None:
+        if result.reason.outcome is not RolloutCheckpointOutcome.FAILED:
+            if result.saved:
+                self._failures = 0
+            return
+        cause = self._snapshotter.last_error
+        if result.reason is RolloutCheckpointAttemptReason.INVARIANT_ERROR:
+            raise RolloutSaveError(
+                result,
+                f"saving found that the run's state is wrong: {cause}",
+                remedy="stop here; resume from the newest snapshot",
+            ) from cause
+        self._failures += 1
+        if self._failures > self._config.max_consecutive_failures:
+            raise RolloutSaveError(
+                result,
+                f"{self._failures} snapshots in a row failed, the last with {result.reason}: "
+                f"{cause}",
+                remedy="make room or repair the file system, or raise the failure limit",
+            ) from cause
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._run_started_s
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await event.wait()
+    except TimeoutError:
+        return event.is_set()
+    return True
