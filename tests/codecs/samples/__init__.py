@@ -14,12 +14,14 @@ from typing import Final
 from tests.codecs.samples import (
     data_plane_checkpoint,
     recovery_ledger,
+    refit_plan,
     replay_metadata,
     rollout_state,
     state_diff,
 )
 
 SAMPLES: Final[Mapping[str, Mapping[str, object]]] = {
+    "refit.plan": refit_plan.SAMPLES,
     "rollout.data-plane-checkpoint": data_plane_checkpoint.SAMPLES,
     "rollout.recovery-ledger": recovery_ledger.SAMPLES,
     "rollout.replay-metadata": replay_metadata.SAMPLES,

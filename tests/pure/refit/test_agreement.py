@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+from itertools import product
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollsync.pure.refit import (
-    BucketPlan,
-    Placement,
+    PLAN_VERSION,
+    DeclaredPlan,
     TensorSpec,
-    agreement,
     check_sent,
+    declare,
     describe,
     first_difference,
     plan_buckets,
@@ -22,6 +25,7 @@ from rollsync.pure.refit import (
 )
 from rollsync.pure.refit.errors import (
     BucketSizesDiffer,
+    PlanRulesDiffer,
     SentOtherThanDeclared,
     StreamLengthsDiffer,
     TensorsDiffer,
@@ -35,8 +39,8 @@ BASE = [
 ]
 
 
-def plan_of(specs: list[TensorSpec], bucket_bytes: int = 512) -> BucketPlan:
-    return plan_buckets(specs, bucket_bytes).unwrap()
+def plan_of(specs: list[TensorSpec], bucket_bytes: int = 512) -> DeclaredPlan:
+    return declare(plan_buckets(specs, bucket_bytes).unwrap())
 
 
 @given(streams(), streams(), BUCKET_BYTES, BUCKET_BYTES)
@@ -92,17 +96,6 @@ def test_what_is_sent_as_declared_is_fine() -> None:
     assert [check_sent(spec, spec) for spec in BASE] == [None, None, None]
 
 
-def test_a_tensor_that_is_packed_otherwise_is_named() -> None:
-    mine = plan_of(BASE)
-    moved = [Placement(p.spec, p.chunks[::-1]) for p in mine.placements]
-    theirs = BucketPlan(
-        bucket_bytes=mine.bucket_bytes, placements=tuple(moved), filled_bytes=mine.filled_bytes
-    )
-    difference = first_difference(mine, theirs)
-    assert isinstance(difference, TensorsDiffer)
-    assert (difference.tensor, difference.field) == ("b", "chunks")
-
-
 def test_one_stream_that_ends_early() -> None:
     short = plan_of(BASE[:2])
     mine = first_difference(plan_of(BASE), short)
@@ -119,18 +112,45 @@ def test_buckets_of_another_size() -> None:
     assert "1024" in describe(difference)
 
 
-def test_the_digest_covers_the_version_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = plan_digest(plan_of(BASE))
-    monkeypatch.setattr(agreement, "PLAN_VERSION", agreement.PLAN_VERSION + 1)
-    assert plan_digest(plan_of(BASE)) != before
+def test_rules_of_another_version() -> None:
+    mine = plan_of(BASE)
+    theirs = msgspec.structs.replace(mine, plan_version=PLAN_VERSION + 1)
+    assert plan_digest(mine) != plan_digest(theirs)
+    difference = first_difference(mine, theirs)
+    assert difference == PlanRulesDiffer(mine=PLAN_VERSION, theirs=PLAN_VERSION + 1)
+    assert "same rollsync" in describe(difference)
+
+
+def test_another_sides_declaration_may_be_of_any_size() -> None:
+    enormous = TensorSpec("a", (2**62, 2**62), "float64")
+    theirs = DeclaredPlan(plan_version=PLAN_VERSION, bucket_bytes=512, tensors=(enormous,))
+    difference = first_difference(plan_of(BASE), theirs)
+    assert isinstance(difference, TensorsDiffer)
+    assert difference.field == "shape"
+
+
+def test_packing_has_not_changed_since_this_version_of_the_rules() -> None:
+    """When this fails, tensors pack otherwise than before: raise `PLAN_VERSION`, then the digest.
+
+    Sides that pack differently must not believe that they agree.
+    """
+    sizes = (0, 1, 255, 256, 257, 511, 512, 513, 1024, 1025, 5000)
+    dtypes = ("int8", "bfloat16", "float32", "complex128")
+    specs = [TensorSpec(f"{d}.{n}", (n,), d) for d, n in product(dtypes, sizes)]
+    packed = [plan_buckets(specs, bucket_bytes).unwrap() for bucket_bytes in (256, 512, 1 << 14)]
+    digest = hashlib.sha256(msgspec.msgpack.encode(packed)).hexdigest()
+    assert (PLAN_VERSION, digest) == (
+        1,
+        "0522a7d383ddc13f2bcae666441359daa5290430b005af5cee56d0079daa2707",
+    )
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4242"])
 def test_the_digest_is_the_same_in_every_process(seed: str) -> None:
     program = (
-        "from rollsync.pure.refit import TensorSpec, plan_buckets, plan_digest\n"
+        "from rollsync.pure.refit import TensorSpec, declare, plan_buckets, plan_digest\n"
         "spec = TensorSpec('b', (300,), 'float32', ('tied',))\n"
-        "print(plan_digest(plan_buckets([spec], 512).unwrap()))\n"
+        "print(plan_digest(declare(plan_buckets([spec], 512).unwrap())))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -14,7 +14,9 @@ may generate with), `dtypes`, `errors`.
 
 from rollsync.pure.refit.agreement import (
     PLAN_VERSION,
+    DeclaredPlan,
     check_sent,
+    declare,
     first_difference,
     plan_digest,
 )
@@ -65,6 +67,7 @@ __all__ = [
     "BucketPlan",
     "Chunk",
     "Cursor",
+    "DeclaredPlan",
     "Placement",
     "PlanDifference",
     "PlanError",
@@ -80,6 +83,7 @@ __all__ = [
     "check_sent",
     "check_tensor",
     "choose_engine",
+    "declare",
     "describe",
     "first_difference",
     "flatten_metadata",

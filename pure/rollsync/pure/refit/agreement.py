@@ -1,10 +1,11 @@
 """Agreement of two sides on one plan, before the first byte of payload.
 
-Each side derives the plan from what it knows and hands out its digest. Equal digests mean equal
-plans; otherwise the plans themselves are compared, and the first difference is the error.
+Each side declares what its plan follows from and hands out the digest of that. Equal digests mean
+equal plans; otherwise the declarations themselves are compared, and the first difference is the
+error.
 
-Rule kept here: the digest covers everything that decides where a byte lies, and the version of the
-rules by which it was decided.
+Rule kept here: a declaration has everything that decides where a byte lies, the version of the
+rules too, and the other side's is only ever compared, never packed: it may be of any size.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import hashlib
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
-from rollsync.pure.refit.buckets import BucketPlan, Placement, TensorSpec
+from rollsync.pure.refit.buckets import BucketPlan, TensorSpec
 from rollsync.pure.refit.errors import (
     BucketSizesDiffer,
     PlanDifference,
+    PlanRulesDiffer,
     SentOtherThanDeclared,
     SpecField,
     StreamLengthsDiffer,
@@ -25,33 +28,58 @@ from rollsync.pure.refit.errors import (
 )
 
 PLAN_VERSION: Final = 1
-"""The version of the packing rules in `buckets`: raised when equal specs may pack otherwise."""
+"""The version of the packing rules in `buckets`: raised when equal tensors may pack otherwise."""
 
 
-def plan_digest(plan: BucketPlan) -> str:
-    """SHA-256, in hexadecimal, of the plan and of the version of its rules.
+class DeclaredPlan(Struct, frozen=True, kw_only=True):
+    """What a bucket plan follows from.
 
-    Every part is an array of integers and strings, which MessagePack as msgspec writes it has one
+    Attributes:
+        plan_version: The version of the packing rules, `PLAN_VERSION` of the side that declares.
+        bucket_bytes: Size of a bucket.
+        tensors: The tensors in stream order.
+    """
+
+    plan_version: int
+    bucket_bytes: int
+    tensors: tuple[TensorSpec, ...]
+
+
+def declare(plan: BucketPlan) -> DeclaredPlan:
+    """The declaration of a plan that this side has made."""
+    return DeclaredPlan(
+        plan_version=PLAN_VERSION, bucket_bytes=plan.bucket_bytes, tensors=plan.specs
+    )
+
+
+def plan_digest(declared: DeclaredPlan) -> str:
+    """SHA-256 of a declaration, in hexadecimal.
+
+    It is taken over arrays of integers and strings, which MessagePack as msgspec writes it has one
     form for.
     """
-    parts = (PLAN_VERSION, plan.bucket_bytes, plan.placements, plan.filled_bytes)
+    parts = (declared.plan_version, declared.bucket_bytes, declared.tensors)
     return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
 
 
-def first_difference(mine: BucketPlan, theirs: BucketPlan) -> PlanDifference | None:
-    """Where two plans first differ in stream order, or None where they are equal."""
+def first_difference(mine: DeclaredPlan, theirs: DeclaredPlan) -> PlanDifference | None:
+    """Where two declarations first differ, or None where they are equal."""
+    if mine.plan_version != theirs.plan_version:
+        return PlanRulesDiffer(mine=mine.plan_version, theirs=theirs.plan_version)
     if mine.bucket_bytes != theirs.bucket_bytes:
         return BucketSizesDiffer(mine_bytes=mine.bucket_bytes, theirs_bytes=theirs.bucket_bytes)
-    for index, (my, their) in enumerate(zip(mine.placements, theirs.placements, strict=False)):
-        if my != their:
-            return _placement_difference(index, my, their)
-    common = min(len(mine.placements), len(theirs.placements))
-    longer = max(mine.placements, theirs.placements, key=len)
+    for index, (my, their) in enumerate(zip(mine.tensors, theirs.tensors, strict=False)):
+        difference = _spec_difference(my, their)
+        if difference is not None:
+            field, my_text, their_text = difference
+            return TensorsDiffer(
+                index=index, field=field, tensor=my.name, mine=my_text, theirs=their_text
+            )
+    common = min(len(mine.tensors), len(theirs.tensors))
+    longer = max(mine.tensors, theirs.tensors, key=len)
     if len(longer) > common:
         return StreamLengthsDiffer(
-            index=common,
-            tensor=longer[common].spec.name,
-            only_mine=len(mine.placements) > common,
+            index=common, tensor=longer[common].name, only_mine=len(mine.tensors) > common
         )
     return None
 
@@ -65,20 +93,6 @@ def check_sent(declared: TensorSpec, sent: TensorSpec) -> SentOtherThanDeclared 
     return SentOtherThanDeclared(
         tensor=declared.name, field=field, declared=was_declared, sent=was_sent
     )
-
-
-def _placement_difference(index: int, mine: Placement, theirs: Placement) -> TensorsDiffer:
-    difference = _spec_difference(mine.spec, theirs.spec)
-    if difference is None:
-        return TensorsDiffer(
-            index=index,
-            field="chunks",
-            tensor=mine.spec.name,
-            mine=str([list(msgspec.structs.astuple(chunk)) for chunk in mine.chunks]),
-            theirs=str([list(msgspec.structs.astuple(chunk)) for chunk in theirs.chunks]),
-        )
-    field, my, their = difference
-    return TensorsDiffer(index=index, field=field, tensor=mine.spec.name, mine=my, theirs=their)
 
 
 def _spec_difference(mine: TensorSpec, theirs: TensorSpec) -> tuple[SpecField, str, str] | None:

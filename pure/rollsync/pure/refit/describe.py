@@ -21,7 +21,8 @@ def describe(error: e.RefitError) -> str:
         ):
             return _plan(error)
         case (
-            e.BucketSizesDiffer()
+            e.PlanRulesDiffer()
+            | e.BucketSizesDiffer()
             | e.StreamLengthsDiffer()
             | e.TensorsDiffer()
             | e.SentOtherThanDeclared()
@@ -93,6 +94,11 @@ def _plan(error: e.PlanError) -> str:
 
 def _agreement(error: e.PlanDifference | e.SentOtherThanDeclared) -> str:
     match error:
+        case e.PlanRulesDiffer():
+            return (
+                f"this side packs weights by version {error.mine} of the rules and the other by "
+                f"version {error.theirs}: install the same rollsync on both sides"
+            )
         case e.BucketSizesDiffer():
             return (
                 f"this side's buckets have {error.mine_bytes} bytes and the other's "

@@ -57,6 +57,13 @@ PlanError = BucketSizeUnaligned | TensorNamedTwice | UnknownDtype | NegativeDime
 # Agreement of two plans
 
 
+class PlanRulesDiffer(_Error, frozen=True, kw_only=True):
+    """The two sides pack by rules of different versions."""
+
+    mine: int
+    theirs: int
+
+
 class BucketSizesDiffer(_Error, frozen=True, kw_only=True):
     """The two sides use buckets of different sizes."""
 
@@ -76,13 +83,13 @@ class TensorsDiffer(_Error, frozen=True, kw_only=True):
     """The first tensor in which the two plans differ."""
 
     index: int
-    field: SpecField | Literal["chunks"]
+    field: SpecField
     tensor: str
     mine: str
     theirs: str
 
 
-PlanDifference = BucketSizesDiffer | StreamLengthsDiffer | TensorsDiffer
+PlanDifference = PlanRulesDiffer | BucketSizesDiffer | StreamLengthsDiffer | TensorsDiffer
 
 
 class SentOtherThanDeclared(_Error, frozen=True, kw_only=True):
