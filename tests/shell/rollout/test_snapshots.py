@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
 
+from rollsync.pure.config import CheckpointingConfig
 from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason as Reason
-from tests.shell.rollout.world import World, assert_same_rows, row_of
+from rollsync.pure.rollout.checkpointing import RolloutTraceKind as Kind
+from rollsync.pure.rollout.events import (
+    FinalizationFailed,
+    FinalizationStarted,
+    GroupsClaimed,
+    OptimizerCommitOpened,
+)
+from rollsync.shell.rollout.barrier import CheckpointMutationKind
+from rollsync.shell.rollout.errors import DataPlaneError
+from tests.pure.rollout.events_kit import train
+from tests.shell.rollout.world import PARTITION, PlainArchive, World, assert_same_rows, row_of
 
 
 @pytest.mark.asyncio
@@ -120,4 +134,322 @@ async def test_counters_that_differ_from_the_trainers_are_not_saved(tmp_path: Pa
     result = await world.snapshotter.save_rollout_snapshot()
     assert result.reason is Reason.TRAINER_STATE_CHANGED
     world.trainer_progress = None
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+
+
+@pytest.mark.asyncio
+async def test_the_order_of_a_save(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    world.archive.calls.clear()
+    await world.snapshotter.save_rollout_snapshot()
+    assert world.archive.calls == [
+        "has_anchor",
+        "begin",
+        "put_segment",
+        "publish",
+        "abandon",
+        "prune",
+    ]
+    assert [event.kind for event in world.trace.trace.events] == [
+        Kind.SAVE_STARTED,
+        Kind.CUT_TAKEN,
+        Kind.CUT_LEFT,
+        Kind.PUBLISHED,
+        Kind.SAVE_ENDED,
+    ]
+
+
+class Slow(PlainArchive):
+    """Its call `at` waits until it is let go on, in its thread."""
+
+    def __init__(self, root: Path, at: str) -> None:
+        super().__init__(root)
+        self._at = at
+        self.reached = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def _called(self, name: str) -> None:
+        super()._called(name)
+        if name == self._at:
+            self.reached.set()
+            assert self.may_go_on.wait(30)
+
+    async def until_reached(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, 30)
+
+
+@pytest.mark.asyncio
+async def test_what_happens_after_the_cut_is_not_in_the_snapshot(tmp_path: Path) -> None:
+    """Rows that are cleared and written while the save runs are saved as they were."""
+    archive = Slow(tmp_path, "put_segment")
+    world = World(tmp_path, archive=archive)
+    await world.ready(0, 1)
+    saving = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
+    await archive.until_reached()
+    await world.do(*train(world.state, "e0p0"))
+    await world.buffer.clear_retired()
+    await world.buffer.write_back({"e0p1/0": {"logprobs": torch.zeros(5)}})
+    await world.ready(2)
+    archive.may_go_on.set()
+    assert (await saving).saved
+    assert world.state.progress.train_steps == 1
+
+    after = World(tmp_path)
+    await after.restore()
+    keys = ("e0p0/0", "e0p0/1", "e0p1/0", "e0p1/1")
+    assert_same_rows(await after.rows(), {key: row_of(key) for key in keys})
+    assert after.state.progress.train_steps == 0
+
+
+@pytest.mark.asyncio
+async def test_a_row_written_after_the_last_save_is_saved_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    await world.snapshotter.save_rollout_snapshot()
+    await world.buffer.write_back({"e0p0/0": {"advantages": torch.ones(5)}})
+    await world.snapshotter.save_rollout_snapshot()
+    after = World(tmp_path)
+    await after.restore()
+    rows = await after.rows()
+    assert torch.equal(rows["e0p0/0"]["advantages"], torch.ones(5))
+    assert "advantages" not in rows["e0p0/1"]
+
+
+@pytest.mark.asyncio
+async def test_one_save_at_a_time(tmp_path: Path) -> None:
+    archive = Slow(tmp_path, "publish")
+    world = World(tmp_path, archive=archive)
+    await world.ready(0)
+
+    async def write(directory: Path) -> None:
+        (directory / "weights").write_bytes(b"w")
+
+    first = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
+    await archive.until_reached()
+    second = asyncio.create_task(world.snapshotter.save_trainer_checkpoint(write))
+    await asyncio.wait({second}, timeout=0.05)
+    assert archive.calls.count("begin") == 1
+    archive.may_go_on.set()
+    assert (await first).saved
+    assert (await second).saved
+
+
+@pytest.mark.asyncio
+async def test_claims_are_rolled_back_in_a_snapshot_and_an_error_in_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    await world.ready(0, 1)
+    await world.do(GroupsClaimed(step=1, group_ids=("e0p0",)))
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+    wrote: list[Path] = []
+
+    async def write(directory: Path) -> None:
+        wrote.append(directory)
+
+    result = await world.snapshotter.save_trainer_checkpoint(write)
+    assert (result.saved, result.reason) == (False, Reason.INVARIANT_ERROR)
+    assert "holds 1 claims" in str(world.snapshotter.last_error)
+    assert wrote == [], "the trainer is not asked to write for a save that is refused"
+    after = World(tmp_path)
+    await after.restore()
+    assert after.state.open_step is None
+    assert set(after.state.replay) == {"e0p0", "e0p1"}
+
+
+@pytest.mark.asyncio
+async def test_no_save_while_the_optimizer_commits(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    await world.do(GroupsClaimed(step=1, group_ids=("e0p0",)), OptimizerCommitOpened(step=1))
+    result = await world.snapshotter.save_rollout_snapshot(force=True)
+    assert (result.saved, result.reason) == (False, Reason.OPTIMIZER_COMMIT_IN_PROGRESS)
+    assert world.archive.calls == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("commit", [True, False])
+async def test_the_trainer_is_looked_at_again_inside_the_cut(tmp_path: Path, commit: bool) -> None:
+    archive = Slow(tmp_path, "begin")
+    world = World(tmp_path, archive=archive)
+    await world.ready(0)
+    saving = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
+    await archive.until_reached()
+    events = train(world.state, "e0p0")
+    await world.do(*(events if commit else events[:2]))
+    archive.may_go_on.set()
+    result = await saving
+    assert (result.saved, result.reason) == (False, Reason.TRAINER_STATE_CHANGED)
+    assert archive.bundles() == []
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_checkpoint_is_one_directory_and_becomes_the_anchor(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    await world.ready(0, 1)
+    await world.do(*train(world.state, "e0p0"))
+    assert (await world.snapshotter.save_rollout_snapshot()).reason is Reason.MISSING_TRAINER_ANCHOR
+
+    async def write(directory: Path) -> None:
+        (directory / "weights.safetensors").write_bytes(b"weights of step 1")
+
+    assert (await world.snapshotter.save_trainer_checkpoint(write)).saved
+    (bundle,) = world.archive.bundles()
+    assert (bundle / "weights.safetensors").read_bytes() == b"weights of step 1"
+    await world.ready(2)
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+    after = World(tmp_path)
+    restored = await after.restore()
+    assert restored is not None
+    assert after.state.progress.train_steps == 1
+    assert set(after.state.replay) == {"e0p1", "e0p2"}
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_that_cannot_write_fails_the_checkpoint(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+
+    async def write(directory: Path) -> None:
+        (directory / "half").write_bytes(b"")
+        raise OSError(28, "no space left")
+
+    result = await world.snapshotter.save_trainer_checkpoint(write)
+    assert (result.saved, result.reason) == (False, Reason.IO_ERROR)
+    assert world.archive.bundles() == []
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_that_stepped_while_it_wrote_fails_the_checkpoint(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+
+    async def write_and_step(directory: Path) -> None:
+        await world.do(*train(world.state, "e0p0"))
+
+    result = await world.snapshotter.save_trainer_checkpoint(write_and_step)
+    assert (result.saved, result.reason) == (False, Reason.TRAINER_STATE_CHANGED)
+    assert world.archive.bundles() == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TimeoutError("slow disk"), Reason.TIMEOUT),
+        (OSError(5, "EIO"), Reason.IO_ERROR),
+        (DataPlaneError("row gone"), Reason.IO_ERROR),
+        (ZeroDivisionError("a bug"), Reason.INVARIANT_ERROR),
+    ],
+)
+async def test_the_reason_of_a_failure(tmp_path: Path, error: Exception, reason: Reason) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    world.archive.failing = {"publish": error}
+    result = await world.snapshotter.save_rollout_snapshot()
+    assert (result.saved, result.reason) == (False, reason)
+    assert repr(world.snapshotter.last_error) == repr(error)
+    assert world.metrics[-1][f"rollout_checkpoint/reason/{reason}"] == 1.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", ["begin", "put_segment"])
+async def test_an_attempt_that_takes_too_long_times_out_and_leaves_nothing(
+    tmp_path: Path, call: str
+) -> None:
+    archive = Slow(tmp_path, call)
+    checkpointing = CheckpointingConfig(save_timeout_s=0.05)
+    world = World(tmp_path, archive=archive, checkpointing=checkpointing)
+    await world.ready(0)
+    saving = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
+    await archive.until_reached()
+    await asyncio.sleep(0.1)
+    assert not saving.done(), "the thread is waited for: it must not write behind our back"
+    archive.may_go_on.set()
+    result = await saving
+    assert (result.saved, result.reason) == (False, Reason.TIMEOUT)
+    assert archive.bundles() == []
+    assert not (tmp_path / "draft").exists()
+    assert world.barrier.is_idle
+
+
+@pytest.mark.asyncio
+async def test_time_that_runs_out_while_publishing_is_a_save(tmp_path: Path) -> None:
+    """After the bundle has its name it is there, and saying otherwise would be wrong."""
+    archive = Slow(tmp_path, "publish")
+    checkpointing = CheckpointingConfig(save_timeout_s=0.05)
+    world = World(tmp_path, archive=archive, checkpointing=checkpointing)
+    await world.ready(0)
+    saving = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
+    await archive.until_reached()
+    await asyncio.sleep(0.1)
+    archive.may_go_on.set()
+    result = await saving
+    assert (result.saved, result.reason) == (True, Reason.COMPLETED)
+    skipped = await world.snapshotter.save_rollout_snapshot()
+    assert skipped.reason is Reason.NO_DATA_PLANE_MUTATIONS
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", ["has_anchor", "begin", "put_segment", "publish", "prune"])
+async def test_a_save_cancelled_anywhere_leaves_the_run_able_to_save(
+    tmp_path: Path, call: str
+) -> None:
+    archive = Slow(tmp_path, call)
+    world = World(tmp_path, archive=archive)
+    await world.ready(0)
+    saving = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
+    await archive.until_reached()
+    saving.cancel()
+    await asyncio.sleep(0)
+    archive.may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert world.barrier.is_idle
+    assert not (tmp_path / "draft").exists()
+    published = len(archive.bundles())
+    assert published == (1 if call in ("publish", "prune") else 0)
+    assert (await world.snapshotter.save_rollout_snapshot(force=True)).saved
+    assert len(archive.bundles()) == published + 1
+
+
+@pytest.mark.asyncio
+async def test_a_save_cancelled_while_it_waits_for_the_cut(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    async with world.barrier.mutation(CheckpointMutationKind.OTHER):
+        saving = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
+        await asyncio.wait({saving}, timeout=0.1)
+        assert not saving.done()
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+    assert world.barrier.is_idle
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+
+
+@pytest.mark.asyncio
+async def test_a_row_that_is_gone_is_an_invariant_error(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    await world.plane.clear(PARTITION, ["e0p0/1"])
+    result = await world.snapshotter.save_rollout_snapshot()
+    assert (result.saved, result.reason) == (False, Reason.INVARIANT_ERROR)
+    assert "e0p0/1" in str(world.snapshotter.last_error)
+
+
+@pytest.mark.asyncio
+async def test_an_unsettled_finalization_is_not_saved(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.admit(0)
+    for sibling in range(2):
+        await world.seal("e0p0", sibling)
+    await world.do(FinalizationStarted(group_id="e0p0"))
+    result = await world.snapshotter.save_rollout_snapshot()
+    assert (result.saved, result.reason) == (False, Reason.IO_ERROR)
+    await world.do(FinalizationFailed(group_id="e0p0", outcome_known=True))
     assert (await world.snapshotter.save_rollout_snapshot()).saved

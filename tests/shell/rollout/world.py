@@ -220,6 +220,7 @@ class World:
         buffer_capacity: int | None = None,
         num_prompts_per_step: int = 2,
         plane: InProcessDataPlane | None = None,
+        archive: PlainArchive | None = None,
     ) -> None:
         chosen: BuiltinSampler = WindowedSampler() if sampler is None else sampler
         self.sampler: PromptGroupSampler = chosen
@@ -237,7 +238,7 @@ class World:
             self.cell, self.barrier, self.plane, partition_id=PARTITION, capacity=buffer_capacity
         )
         root.mkdir(parents=True, exist_ok=True)
-        self.archive = PlainArchive(root)
+        self.archive = PlainArchive(root) if archive is None else archive
         self.parts = RolloutParts(
             master_config=config(
                 chosen,

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from msgspec import Struct
@@ -162,9 +163,7 @@ class RolloutSnapshotter(_UsesRolloutParts):
                 raise _Skipped(Reason.MISSING_TRAINER_ANCHOR)
 
     async def _save(self, attempt: _Attempt) -> None:
-        step = attempt.before.progress.train_steps
-        draft = await settled(asyncio.to_thread(self._archive.begin, attempt.kind, step))
-        try:
+        async with self._draft(attempt) as draft:
             part_path = draft.path / ENVIRONMENT_DIRECTORY
             async with self._environment.snapshot(part_path) as part:
                 if part is not None:
@@ -182,8 +181,22 @@ class RolloutSnapshotter(_UsesRolloutParts):
                     pinned.release()
             if part is not None:
                 self._trace.record(RolloutTraceKind.ENVIRONMENT_RESUMED, attempt.kind)
+
+    @asynccontextmanager
+    async def _draft(self, attempt: _Attempt) -> AsyncIterator[BundleDraft]:
+        """A draft that is thrown away at the end, unless it was published."""
+        begun: list[BundleDraft] = []
+
+        async def begin() -> None:
+            step = attempt.before.progress.train_steps
+            begun.append(await asyncio.to_thread(self._archive.begin, attempt.kind, step))
+
+        try:
+            await settled(begin())
+            yield begun[0]
         finally:
-            await settled(asyncio.to_thread(draft.abandon))
+            for draft in begun:
+                await settled(asyncio.to_thread(draft.abandon))
 
     async def _write(
         self, attempt: _Attempt, cut: Cut, pinned: PinnedRows, draft: BundleDraft
