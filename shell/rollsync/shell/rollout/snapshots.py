@@ -47,6 +47,8 @@ _logger = logging.getLogger(__name__)
 WriteTrainerFiles = Callable[[Path], Awaitable[None]]
 """Writes the trainer's own files into the unpublished checkpoint directory."""
 
+SaveListener = Callable[[CheckpointKind, RolloutCheckpointSaveResult], None]
+
 Reason = RolloutCheckpointAttemptReason
 Outcome = RolloutCheckpointOutcome
 
@@ -77,6 +79,7 @@ class RolloutSnapshotter(_UsesRolloutParts):
         parts: the run's parts.
         archive: where bundles go.
         writer: shared with the restorer, so that a resumed run shares the rows it has read.
+        ended: told how each attempt ended.
     """
 
     def __init__(
@@ -85,9 +88,11 @@ class RolloutSnapshotter(_UsesRolloutParts):
         *,
         archive: SnapshotArchive,
         writer: BundleWriter | None = None,
+        ended: SaveListener | None = None,
     ) -> None:
         super().__init__(parts)
         self._archive = archive
+        self._tell_ended = ended
         self._save_timeout_s = parts.master_config.checkpointing.save_timeout_s
         self._writer = BundleWriter(archive) if writer is None else writer
         self._lock = asyncio.Lock()
@@ -282,4 +287,7 @@ class RolloutSnapshotter(_UsesRolloutParts):
                 "rollout_checkpoint/staging_rows": float(len(kept.staging_rows)),
             }
         self._log_metrics(metrics)
-        return RolloutCheckpointSaveResult(saved=written is not None, reason=reason)
+        result = RolloutCheckpointSaveResult(saved=written is not None, reason=reason)
+        if self._tell_ended is not None:
+            self._tell_ended(attempt.kind, result)
+        return result

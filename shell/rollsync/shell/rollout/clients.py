@@ -1,0 +1,109 @@
+"""What the controller asks of the trainer and of the generation engines.
+
+Both are objects over Ray actors in a real run; the controller needs no more than these protocols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+
+from rollsync.shell.grpo import StepMetrics, TrainingRow
+
+
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """One completion to sample. Equal requests to equal weights give equal completions."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+
+class GeneratedCompletion(Struct, frozen=True, kw_only=True):
+    """One sampled completion."""
+
+    token_ids: tuple[int, ...]
+    """Completion only, with the end token if there was one."""
+    log_probabilities: tuple[float, ...]
+    """Of each token under the distribution that it was sampled from, nats."""
+    finished: bool
+    """False when it was cut off by its length."""
+    weight_version: int
+    """Of the weights that generated it, all of it."""
+
+
+class GenerationClient(Protocol):
+    """The engines."""
+
+    async def generate(self, request: GenerationRequest) -> GeneratedCompletion:
+        """Sample one completion on any engine.
+
+        Raises:
+            RollsyncError: the engine would not (poisoned, outdated), or failed.
+        """
+        ...
+
+
+class TrainerClient(Protocol):
+    """The trainer."""
+
+    @property
+    def trainer_version(self) -> int:
+        """Version of the weights it holds, as of its last answer."""
+        ...
+
+    async def train_step(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
+        """One optimizer step: the version grows by one."""
+        ...
+
+    async def skip_step(self) -> None:
+        """Count a step that had nothing to train: the version grows by one."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write the trainer's files into `directory`."""
+        ...
+
+
+class SyncFigures(Struct, frozen=True, kw_only=True):
+    """What moving the weights into the engines took."""
+
+    weight_version: int
+    bytes: int
+    seconds: float
+
+
+class WeightSync(Protocol):
+    """Brings every engine to the trainer's weights."""
+
+    async def __call__(self) -> SyncFigures:
+        """Move the weights; afterwards every engine serves the trainer's version.
+
+        Raises:
+            RollsyncError: an engine was not updated; it refuses to generate until one sync works.
+        """
+        ...
+
+
+class Codec(Protocol):
+    """The policy's tokenizer, as far as a rollout needs it."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, without special tokens."""
+        ...
+
+
+class Verifier(Protocol):
+    """The environment's judgement of an answer."""
+
+    def score(self, sample_id: str, answer: str) -> float:
+        """Reward from 0 to 1."""
+        ...

@@ -1,0 +1,283 @@
+"""The controller of an asynchronous run: restores, then runs the three pumps side by side.
+
+The rollout pump generates, the train pump trains and moves the weights, the snapshot pump saves.
+They meet only in the state cell and the barrier. Rule kept here: the first thing after a restore is
+a weight sync, so that no engine serves anything but the trainer's version; and the run ends with a
+save, however it is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rollsync.pure.config import MasterConfig
+from rollsync.pure.rollout.cadence import cadence_warnings
+from rollsync.pure.rollout.checkpointing import CheckpointKind, RolloutCheckpointSaveResult
+from rollsync.pure.rollout.events import GroupDropped, RolloutEvent
+from rollsync.pure.rollout.explain import explain
+from rollsync.pure.rollout.resume import ResumePolicy
+from rollsync.pure.rollout.sampler import PromptGroupSampler
+from rollsync.pure.rollout.state import RolloutState, TrainingProgress, fresh_state
+from rollsync.shell.rollout.archive import ResumeArchive, SnapshotArchive
+from rollsync.shell.rollout.barrier import DataPlaneCheckpointBarrier
+from rollsync.shell.rollout.bundle_writer import BundleWriter
+from rollsync.shell.rollout.cell import StateCell
+from rollsync.shell.rollout.clients import (
+    Codec,
+    GenerationClient,
+    TrainerClient,
+    Verifier,
+    WeightSync,
+)
+from rollsync.shell.rollout.data_plane import DataPlane
+from rollsync.shell.rollout.environments import EnvironmentCheckpoint
+from rollsync.shell.rollout.journal import Finished, Journal, PromptDropped, Resumed, Saved
+from rollsync.shell.rollout.parts import RolloutParts
+from rollsync.shell.rollout.prompts import PromptDataloader
+from rollsync.shell.rollout.replay_buffer import TQReplayBuffer
+from rollsync.shell.rollout.restore import RestoredRollout, RolloutRestorer
+from rollsync.shell.rollout.rollout_pump import RolloutPump
+from rollsync.shell.rollout.snapshot_pump import SnapshotPump
+from rollsync.shell.rollout.snapshots import RolloutSnapshotter
+from rollsync.shell.rollout.trace import RolloutTraceRecorder
+from rollsync.shell.rollout.train_pump import TrainPump
+from rollsync.shell.rollout.waiting import ChangeSignal, GenerationGate
+
+PARTITION = "rollouts"
+
+_logger = logging.getLogger(__name__)
+
+
+class RunArchive(SnapshotArchive, ResumeArchive, Protocol):
+    """The run directory, for saving and for resuming."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunClients:
+    """What a run works with, outside this process's event loop."""
+
+    trainer: TrainerClient
+    load_trainer: Callable[[Path], Awaitable[None]]
+    """Puts the trainer back to what a trainer checkpoint holds."""
+    generation: GenerationClient
+    sync: WeightSync
+    codec: Codec
+    verifier: Verifier
+
+
+class RunOutcome(Struct, frozen=True, kw_only=True):
+    """How a process's part of a run ended."""
+
+    state: RolloutState
+    why: str
+    completed: bool
+    """False when it was stopped and can be resumed."""
+
+
+class RolloutController:
+    """One process's part of a run.
+
+    Args:
+        config: the run's configuration, checked.
+        sampler: the staleness policy that the configuration names.
+        clients: trainer, engines and their helpers.
+        dataloader: hands out prompts.
+        plane: where rows are.
+        archive: the run directory.
+        environment: what the environment keeps between turns.
+        journal: where everything that happens is written down.
+    """
+
+    def __init__(
+        self,
+        config: MasterConfig,
+        *,
+        sampler: PromptGroupSampler,
+        clients: RunClients,
+        dataloader: PromptDataloader,
+        plane: DataPlane,
+        archive: RunArchive,
+        environment: EnvironmentCheckpoint,
+        journal: Journal,
+    ) -> None:
+        self._config = config
+        self._clients = clients
+        self._journal = journal
+        self._changes = ChangeSignal()
+        self._gate = GenerationGate(config.generation.max_concurrent_requests)
+        self.barrier = DataPlaneCheckpointBarrier()
+        self.cell = StateCell(
+            fresh_state(
+                dataset_digest=dataloader.digest,
+                seed=config.run.seed,
+                sampler_stamps_target_steps=sampler.stamps_target_steps,
+            ),
+            self.barrier,
+        )
+        per_step = config.grpo.num_prompts_per_step
+        capacity = config.buffer_capacity or sampler.required_buffer_capacity(per_step)
+        self.parts = RolloutParts(
+            master_config=config,
+            dp_client=plane,
+            partition_id=PARTITION,
+            buffer=TQReplayBuffer(
+                self.cell, self.barrier, plane, partition_id=PARTITION, capacity=capacity
+            ),
+            dataloader=dataloader,
+            sampler=sampler,
+            rollout_manager=self,
+            data_plane_barrier=self.barrier,
+            environment_checkpoint=environment,
+            runtime_state=self.cell,
+            read_progress=self._read_progress,
+            log_metrics=self._log_metrics,
+            trace=RolloutTraceRecorder(),
+        )
+        self._rollouts = RolloutPump(
+            self.parts,
+            config,
+            dataloader=dataloader,
+            generation=clients.generation,
+            codec=clients.codec,
+            verifier=clients.verifier,
+            gate=self._gate,
+            changes=self._changes,
+        )
+        writer = BundleWriter(archive)
+        self._snapshotter = RolloutSnapshotter(
+            self.parts,
+            archive=archive,
+            writer=writer,
+            ended=self._saved,
+        )
+        self._restorer = RolloutRestorer(
+            self.parts,
+            archive=archive,
+            policy=ResumePolicy(
+                sampler=sampler,
+                limits=self._rollouts.limits(),
+                load_buffer=config.recovery.load_replay_buffer,
+                max_recoveries=config.recovery.max_recoveries,
+                max_failed_attempts=config.recovery.max_attempts,
+            ),
+            writer=writer,
+        )
+        self._training = TrainPump(
+            self.parts,
+            config,
+            rollouts=self._rollouts,
+            trainer=clients.trainer,
+            sync=clients.sync,
+            snapshotter=self._snapshotter,
+            gate=self._gate,
+            changes=self._changes,
+            journal=journal,
+        )
+        self.cell.listen(self._saw)
+
+    def close_admission(self, why: str) -> None:
+        """Start no further rollout."""
+        self._rollouts.close_admission(why)
+
+    async def run(self, stop: asyncio.Event) -> RunOutcome:
+        """Restore and run to the end, or until `stop` is set or the deadline has come.
+
+        Raises:
+            RollsyncError: the run cannot begin, or cannot go on; it can be resumed.
+        """
+        for warning in cadence_warnings(self._config):
+            _logger.warning("%s", warning)
+        pump = SnapshotPump(
+            self._snapshotter,
+            self._config.checkpointing,
+            run_started_s=asyncio.get_running_loop().time(),
+        )
+        self._note_restored(await self._restore())
+        await self._training.sync_weights()
+        try:
+            why, completed = await self._pump(pump, stop)
+        except* Exception as errors:
+            raise _first_cause(errors) from errors
+        state = self.cell.state
+        self._journal.write(Finished(train_steps=state.progress.train_steps, why=why))
+        return RunOutcome(state=state, why=why, completed=completed)
+
+    async def _pump(self, pump: SnapshotPump, stop: asyncio.Event) -> tuple[str, bool]:
+        snapshots_stop = asyncio.Event()
+        async with asyncio.TaskGroup() as pumps:
+            rollouts = pumps.create_task(self._rollouts.run(), name="rollout pump")
+            pumps.create_task(pump.run(snapshots_stop), name="snapshot pump")
+            training = pumps.create_task(self._training.run(), name="train pump")
+            asked = pumps.create_task(stop.wait(), name="stop")
+            deadline = pumps.create_task(pump.deadline_reached.wait(), name="deadline")
+            # The other two only end by failing, and then the task group ends this wait.
+            await asyncio.wait((training, asked, deadline), return_when=asyncio.FIRST_COMPLETED)
+            if training.done():
+                why, completed = training.result(), True
+            elif asked.done():
+                why, completed = await self._save_last(), False
+            else:
+                why, completed = "the deadline to save by has come", False
+            snapshots_stop.set()
+            for task in (rollouts, training, asked, deadline):
+                task.cancel()
+        return why, completed
+
+    async def _save_last(self) -> str:
+        result = await self._snapshotter.save_rollout_snapshot(force=True)
+        return f"asked to stop; last snapshot: {result.reason}"
+
+    async def _restore(self) -> RestoredRollout | None:
+        restored = await self._restorer.restore()
+        if restored is not None and restored.trainer_path is not None:
+            await self._clients.load_trainer(restored.trainer_path)
+        return restored
+
+    def _note_restored(self, restored: RestoredRollout | None) -> None:
+        self._journal.write(
+            Resumed(
+                train_steps=self.cell.state.progress.train_steps,
+                source=None if restored is None else restored.source.path,
+                plan=() if restored is None else tuple(explain(restored.plan)),
+            )
+        )
+
+    def _read_progress(self) -> TrainingProgress:
+        version = self._clients.trainer.trainer_version
+        return replace(self.cell.state.progress, train_steps=version, trainer_version=version)
+
+    def _saved(self, kind: CheckpointKind, result: RolloutCheckpointSaveResult) -> None:
+        pause_s = self.barrier.take_telemetry().longest_checkpoint_hold_s
+        self._journal.write(
+            Saved(
+                what=kind.value,
+                saved=result.saved,
+                reason=result.reason.value,
+                train_steps=self.cell.state.progress.train_steps,
+                pause_ms=pause_s * 1e3,
+            )
+        )
+
+    def _saw(self, event: RolloutEvent, _: RolloutState) -> None:
+        if isinstance(event, GroupDropped):
+            self._journal.write(PromptDropped(prompt_id=event.group_id, reason=event.reason.value))
+
+    def _log_metrics(self, metrics: Mapping[str, float]) -> None:
+        _logger.debug("%s", metrics)
+
+
+def _first_cause(errors: BaseExceptionGroup[Exception]) -> Exception:
+    """The first error that is not a group: the others follow from it being cancelled."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error

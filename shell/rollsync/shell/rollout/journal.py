@@ -1,0 +1,151 @@
+"""The run's journal: one JSON line for each thing that happened, flushed as it happens.
+
+It is evidence, not state: a resume never reads it. The account of a finished run compares it with
+the state on disk, two records made by different code.
+
+Rule kept here: a line is written after what it reports has happened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+from msgspec import Struct
+
+
+class Resumed(Struct, frozen=True, kw_only=True, tag="resumed"):
+    """A process began: fresh, or from what a bundle held."""
+
+    train_steps: int
+    source: str | None
+    """Path of the bundle relative to the run directory; None for a fresh run."""
+    plan: tuple[str, ...] = ()
+    """What the resume does with each group in flight, one line each."""
+    refused: tuple[str, ...] = ()
+    """Newer bundles that could not be taken, with the reason."""
+
+
+class StepClaimed(Struct, frozen=True, kw_only=True, tag="step_claimed"):
+    """A training step has claimed its groups."""
+
+    step: int
+    prompt_ids: tuple[str, ...]
+
+
+class StepTrained(Struct, frozen=True, kw_only=True, tag="step_trained"):
+    """An optimizer step is committed."""
+
+    step: int
+    prompt_ids: tuple[str, ...]
+    mean_reward: float | None
+    """None for a step that had nothing to train."""
+    loss: float | None
+    weight_versions: tuple[int, ...]
+    """Start weight version of each group: with `step` it gives the staleness."""
+
+
+class WeightsSynced(Struct, frozen=True, kw_only=True, tag="weights_synced"):
+    """Every engine serves this version."""
+
+    weight_version: int
+    bytes: int
+    seconds: float
+
+
+class Saved(Struct, frozen=True, kw_only=True, tag="saved"):
+    """A save was attempted."""
+
+    what: str
+    """`trainer_checkpoint` or `rollout_snapshot`."""
+    saved: bool
+    reason: str
+    train_steps: int
+    pause_ms: float
+    """How long the exclusive cut held back every change."""
+
+
+class PromptDropped(Struct, frozen=True, kw_only=True, tag="prompt_dropped"):
+    """A prompt will not be trained."""
+
+    prompt_id: str
+    reason: str
+
+
+class Finished(Struct, frozen=True, kw_only=True, tag="finished"):
+    """The process ended by itself."""
+
+    train_steps: int
+    why: str
+
+
+JournalEntry = (
+    Resumed | StepClaimed | StepTrained | WeightsSynced | Saved | PromptDropped | Finished
+)
+
+
+class JournalLine(Struct, frozen=True, kw_only=True):
+    """One line of the file."""
+
+    at_s: float
+    """Seconds since the epoch."""
+    entry: JournalEntry
+
+
+JournalListener = Callable[[JournalEntry], None]
+
+_decoder = msgspec.json.Decoder(JournalLine)
+
+
+class Journal:
+    """Appends to the journal file and tells whoever listens.
+
+    Args:
+        path: the file; made if missing, appended to if not.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = path.open("ab")
+        if self._file.tell() and not _ends_whole(path):
+            # A killed process left half a line: end it, so that only it is lost.
+            self._file.write(b"\n")
+        self._listeners: list[JournalListener] = []
+
+    def listen(self, listener: JournalListener) -> None:
+        """Have `listener` told of every later entry."""
+        self._listeners.append(listener)
+
+    def write(self, entry: JournalEntry) -> None:
+        """Append one line."""
+        line = JournalLine(at_s=time.time(), entry=entry)
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+        for listener in self._listeners:
+            listener(entry)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_journal(path: Path) -> Iterator[JournalEntry]:
+    """The entries of a journal, oldest first. A half-written line of a killed process is left out;
+    nothing that happened is missing before it."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield _decoder.decode(line).entry
+            except msgspec.MsgspecError:
+                continue
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"

@@ -1,0 +1,205 @@
+"""The train pump: claims what the sampler selects, trains it, syncs the weights, checkpoints.
+
+Rules kept here: between the optimizer's first change and the committed counters the commit window
+is open, so that nothing is saved of a step in the middle; what a step trained is cleared after the
+commit; and the engines get the new weights before the pump looks for the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rollsync.pure.config import MasterConfig
+from rollsync.pure.rollout.decisions import NothingLeft, Selection, SkipStep, TrainBatch, Wait
+from rollsync.pure.rollout.events import OptimizerCommitOpened, StepCommitted
+from rollsync.pure.rollout.sampler import next_stale_drop
+from rollsync.pure.rollout.state import ReplayGroup
+from rollsync.shell.errors import RollsyncError
+from rollsync.shell.grpo import StepMetrics, TrainingRow
+from rollsync.shell.rollout.barrier import CheckpointMutationKind
+from rollsync.shell.rollout.clients import TrainerClient, WeightSync
+from rollsync.shell.rollout.journal import Journal, StepClaimed, StepTrained, WeightsSynced
+from rollsync.shell.rollout.parts import RolloutParts
+from rollsync.shell.rollout.rollout_pump import RolloutPump
+from rollsync.shell.rollout.snapshots import RolloutSnapshotter
+from rollsync.shell.rollout.waiting import ChangeSignal, GenerationGate
+
+
+class CheckpointFailed(RollsyncError):
+    """A trainer checkpoint could not be saved, so that steps would be lost by going on."""
+
+
+class TrainPump:
+    """Trains batch after batch until the steps or the prompts are used up.
+
+    Args:
+        parts: the run's parts.
+        config: the run's configuration.
+        rollouts: told which weight version the engines serve.
+        trainer: takes the optimizer steps.
+        sync: brings the engines to the trainer's weights.
+        snapshotter: saves the trainer checkpoints.
+        gate: held while weights move.
+        changes: notified at every change of the state.
+        journal: where steps and syncs are written down.
+    """
+
+    def __init__(
+        self,
+        parts: RolloutParts,
+        config: MasterConfig,
+        *,
+        rollouts: RolloutPump,
+        trainer: TrainerClient,
+        sync: WeightSync,
+        snapshotter: RolloutSnapshotter,
+        gate: GenerationGate,
+        changes: ChangeSignal,
+        journal: Journal,
+    ) -> None:
+        self._parts = parts
+        self._config = config
+        self._rollouts = rollouts
+        self._trainer = trainer
+        self._sync = sync
+        self._snapshotter = snapshotter
+        self._gate = gate
+        self._changes = changes
+        self._journal = journal
+
+    async def run(self) -> str:
+        """Pump to the end; why it ended."""
+        while self._parts.runtime_state.state.progress.train_steps < self._config.grpo.max_steps:
+            selection = await self._next_batch()
+            if isinstance(selection, NothingLeft):
+                await self._checkpoint_if(not self._is_due())
+                return "the prompts are used up"
+            if isinstance(selection, TrainBatch):
+                await self._train(selection)
+            else:
+                await self._skip(selection)
+            await self.sync_weights()
+            last = self._config.grpo.max_steps
+            step = self._parts.runtime_state.state.progress.train_steps
+            await self._checkpoint_if(self._is_due() or step == last)
+        return "all steps are trained"
+
+    async def sync_weights(self) -> None:
+        """Bring the engines to the trainer's weights, with no request under way."""
+        async with self._gate.sync():
+            figures = await self._sync()
+        self._rollouts.served_weight_version = figures.weight_version
+        self._changes.notify()
+        self._journal.write(
+            WeightsSynced(
+                weight_version=figures.weight_version,
+                bytes=figures.bytes,
+                seconds=figures.seconds,
+            )
+        )
+
+    async def _next_batch(self) -> TrainBatch | SkipStep | NothingLeft:
+        """Drop what is stale and claim the next batch, waiting until there is one."""
+        cell = self._parts.runtime_state
+        while True:
+            seen = self._changes.version
+            await self._drop_stale()
+            async with self._parts.data_plane_barrier.mutation(
+                CheckpointMutationKind.OTHER
+            ) as section:
+                selection: Selection = self._parts.sampler.select(
+                    cell.state, self._rollouts.limits()
+                )
+                if isinstance(selection, TrainBatch | SkipStep):
+                    cell.apply(section, selection.event)
+                    return selection
+            match selection:
+                case NothingLeft():
+                    return selection
+                case Wait():
+                    await self._changes.wait_past(seen)
+
+    async def _drop_stale(self) -> None:
+        sampler, cell = self._parts.sampler, self._parts.runtime_state
+        while next_stale_drop(sampler, cell.state, self._rollouts.limits()) is not None:
+            async with self._parts.data_plane_barrier.mutation(
+                CheckpointMutationKind.GROUP_REMOVAL
+            ) as section:
+                drop = next_stale_drop(sampler, cell.state, self._rollouts.limits())
+                if drop is not None:
+                    cell.apply(section, drop)
+        await self._parts.buffer.clear_retired()
+
+    async def _train(self, batch: TrainBatch) -> None:
+        step = batch.event.step
+        replay = self._parts.runtime_state.state.replay
+        groups = [replay[group_id] for group_id in batch.event.group_ids]
+        prompt_ids = tuple(group.prompt.prompt_id for group in groups)
+        self._journal.write(StepClaimed(step=step, prompt_ids=prompt_ids))
+        rows = await self._parts.buffer.rows_of(batch.event.group_ids)
+        training = [training_rows(group, rows[group.group_id]) for group in groups]
+        await self._open_commit(step)
+        metrics = await self._trainer.train_step(training)
+        await self._commit(step, groups, metrics)
+
+    async def _skip(self, skip: SkipStep) -> None:
+        """Every group of the batch was dropped: count the step, with nothing trained."""
+        await self._open_commit(skip.event.step)
+        await self._trainer.skip_step()
+        await self._commit(skip.event.step, [], None)
+
+    async def _open_commit(self, step: int) -> None:
+        kind = CheckpointMutationKind.OTHER
+        async with self._parts.data_plane_barrier.mutation(kind) as section:
+            self._parts.runtime_state.apply(section, OptimizerCommitOpened(step=step))
+
+    async def _commit(
+        self, step: int, groups: Sequence[ReplayGroup], metrics: StepMetrics | None
+    ) -> None:
+        kind = CheckpointMutationKind.OTHER
+        async with self._parts.data_plane_barrier.mutation(kind) as section:
+            committed = StepCommitted(step=step, trainer_version=self._trainer.trainer_version)
+            self._parts.runtime_state.apply(section, committed)
+        self._journal.write(
+            StepTrained(
+                step=step,
+                prompt_ids=tuple(group.prompt.prompt_id for group in groups),
+                mean_reward=None if metrics is None else metrics.mean_reward,
+                loss=None if metrics is None else metrics.loss,
+                weight_versions=tuple(group.start_weight_version for group in groups),
+            )
+        )
+        await self._parts.buffer.clear_retired()
+
+    def _is_due(self) -> bool:
+        every = self._config.checkpointing.trainer_every_steps
+        return self._parts.runtime_state.state.progress.train_steps % every == 0
+
+    async def _checkpoint_if(self, wanted: bool) -> None:
+        if not wanted:
+            return
+        result = await self._snapshotter.save_trainer_checkpoint(self._trainer.save)
+        if not result.saved:
+            raise CheckpointFailed(
+                f"the trainer checkpoint failed ({result.reason}): {self._snapshotter.last_error}",
+                remedy="make room or repair the file system, then start the run again:"
+                " it resumes from the newest save",
+            ) from self._snapshotter.last_error
+
+
+def training_rows(
+    group: ReplayGroup, rows: Sequence[dict[str, torch.Tensor]]
+) -> tuple[TrainingRow, ...]:
+    """A ready group's rows as the trainer takes them, in sibling order."""
+    return tuple(
+        TrainingRow(
+            token_ids=row["token_ids"],
+            prompt_length=int(row["prompt_length"]),
+            behaviour_log_probabilities=row["behaviour_log_probabilities"],
+            reward=reward,
+            masked=masked,
+        )
+        for row, reward, masked in zip(rows, group.rewards, group.masked, strict=True)
+    )
