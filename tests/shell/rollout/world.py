@@ -7,7 +7,7 @@ tests are about that. It writes down the order of its calls and fails where a te
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -66,6 +66,8 @@ class PlainArchive:
         self.calls: list[str] = []
         self.failing: dict[str, Exception] = {}
         """Call name -> what it raises."""
+        self.published: Callable[[], None] = lambda: None
+        """Called when a bundle has its name."""
         self.anchors = {0}
         self.segment_bytes = 0
 
@@ -130,6 +132,7 @@ class PlainDraft:
         self.path.rename(final)
         if self._kind is CheckpointKind.TRAINER_CHECKPOINT:
             self._archive.anchors.add(self._step)
+        self._archive.published()
         return final
 
     def abandon(self) -> None:

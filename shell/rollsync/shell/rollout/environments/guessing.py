@@ -18,6 +18,7 @@ import msgspec
 from rollsync.pure.rollout.episodes import EnvironmentEpisode, contradictions
 from rollsync.pure.rollout.state import RolloutState
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.rollout.environments import guessing_server
 from rollsync.shell.rollout.environments.guessing_server import Reply, Request
 from rollsync.shell.rollout.environments.protocol import (
     EnvironmentRestoreError,
@@ -61,8 +62,9 @@ class GuessingGame:
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-m",
-            "rollsync.shell.rollout.environments.guessing_server",
+            "-P",
+            # By its path: as a module it would import its packages, and with them torch.
+            guessing_server.__file__,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
