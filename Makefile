@@ -59,7 +59,7 @@ bench: $(VENV)/.ready
 	@for script in tests/bench/bench_*.py; do \
 	    name=$$(basename "$$script" .py); name=$${name#bench_}; \
 	    echo "$$script"; \
-	    $(PY) "$$script" --out "benchmarks/results/$$name.json" || exit 1; \
+	    $(PY) -m "tests.bench.bench_$$name" --out "benchmarks/results/$$name.json" || exit 1; \
 	done
 
 clean:

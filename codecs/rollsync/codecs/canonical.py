@@ -29,9 +29,10 @@ Sha256Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
 """A SHA-256 digest in lower-case hexadecimal."""
 
 _NEGATIVE_ZERO: Final = re.compile(rb"\xcb\x80\0{7}")
-_PERHAPS_SPECIAL: Final = re.compile(rb"\xcb(?:\x80\0{7}|[\x7f\xff])")
-"""Finds each negative zero, infinity and NaN, and rarely bytes that only look like one. A search
-is far cheaper than a walk through the values, and the walk is done when it finds something."""
+_PERHAPS_SPECIAL: Final = re.compile(rb"\xcb(?:\x80\0{7}|[\x7f\xff][\xf0-\xff])")
+"""Finds each negative zero, infinity and NaN, and very rarely bytes that only look like one (a
+part of a long integer). A search costs a tenth of the encoding, a walk through the values many
+times as much: it is done only when the search finds something."""
 _ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
 
 W = TypeVar("W", bound="Wire")

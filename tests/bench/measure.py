@@ -1,0 +1,58 @@
+"""How every benchmark here measures: both sides in turn, in one process, medians, ratios.
+
+Absolute times say little on shared machines, so a result is a ratio, with the machine beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+Side = Callable[[], object]
+
+
+def medians_s(sides: Mapping[str, Side], *, rounds: int) -> dict[str, float]:
+    """Median seconds of each side. A round runs every side once, so that all meet the same load."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds + 1):
+        for name, side in sides.items():
+            gc.collect()
+            start = time.perf_counter()
+            result = side()
+            times[name].append(time.perf_counter() - start)
+            del result
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def machine(packages: Sequence[str]) -> dict[str, object]:
+    """What a reader needs to compare: processor, cores, Python, and these packages' versions."""
+    model = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "processor": model[0] if model else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def write_results(results: Mapping[str, object]) -> None:
+    """Prints the results, and writes them to the file of `--out`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    out: Path | None = parser.parse_args().out
+    text = json.dumps(results, indent=2) + "\n"
+    print(text, end="")
+    if out is not None:
+        out.write_text(text)
