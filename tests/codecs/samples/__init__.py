@@ -14,7 +14,6 @@ from typing import Final
 from tests.codecs.samples import (
     data_plane_checkpoint,
     recovery_ledger,
-    refit_control,
     refit_plan,
     replay_metadata,
     rollout_state,
@@ -22,7 +21,6 @@ from tests.codecs.samples import (
 )
 
 SAMPLES: Final[Mapping[str, Mapping[str, object]]] = {
-    "refit.control": refit_control.SAMPLES,
     "refit.plan": refit_plan.SAMPLES,
     "rollout.data-plane-checkpoint": data_plane_checkpoint.SAMPLES,
     "rollout.recovery-ledger": recovery_ledger.SAMPLES,

@@ -8,7 +8,7 @@ Rule kept here: a model type that is not in the table has no shapes; none is gue
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Final
 
@@ -21,6 +21,8 @@ from rollsync.pure.refit.errors import ConfigMalformed, ShapesError, UnknownArch
 
 Size = Annotated[int, Meta(ge=1, le=2**31)]
 Count = Annotated[int, Meta(ge=0, le=2**31)]
+Layers = Annotated[int, Meta(ge=1, le=10_000)]
+Experts = Annotated[int, Meta(ge=1, le=100_000)]
 
 
 class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
@@ -32,7 +34,7 @@ class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
     model_type: str
     hidden_size: Size
     intermediate_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Layers
     num_attention_heads: Size
     vocab_size: Size
     num_key_value_heads: Size | None = None
@@ -43,14 +45,14 @@ class HuggingFaceConfig(Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     torch_dtype: str | None = None
     # Mixtures of experts
-    num_experts: Size | None = None
-    num_local_experts: Size | None = None
-    n_routed_experts: Size | None = None
+    num_experts: Experts | None = None
+    num_local_experts: Experts | None = None
+    n_routed_experts: Experts | None = None
     n_shared_experts: Count | None = None
     moe_intermediate_size: Size | None = None
     shared_expert_intermediate_size: Size | None = None
     decoder_sparse_step: Size = 1
-    mlp_only_layers: tuple[Count, ...] = ()
+    mlp_only_layers: tuple[Count, ...] | None = None
     first_k_dense_replace: Count = 0
     # Multi-head latent attention
     q_lora_rank: Size | None = None
@@ -114,12 +116,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
 )
 """By `model_type`."""
 
-_Shape = tuple[int, ...]
-_Named = Iterator[tuple[str, _Shape]]
-
-
-class _Missing(Exception):
-    """A field that the model type needs is not in the configuration."""
+_Named = list[tuple[str, tuple[int, ...]]]
+"""Tensors of one block of a layer: names inside the block, and shapes."""
 
 
 def model_tensors(config: HuggingFaceConfig) -> Result[tuple[TensorSpec, ...], ShapesError]:
@@ -134,13 +132,21 @@ def model_tensors(config: HuggingFaceConfig) -> Result[tuple[TensorSpec, ...], S
         return Failure(ConfigMalformed(why=f"its dtype {dtype!r} is no torch dtype"))
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
     vocabulary = (config.vocab_size, config.hidden_size)
-    try:
-        layers = [
-            TensorSpec(name, shape, "float32" if name.endswith("correction_bias") else dtype)
-            for name, shape in _layers(config, architecture)
-        ]
-    except _Missing as missing:
-        return Failure(ConfigMalformed(why=f"model type {config.model_type} needs {missing}"))
+    attention = (
+        _latent_attention(config)
+        if architecture.latent_attention
+        else _grouped_attention(config, architecture)
+    )
+    experts = [] if architecture.experts is None else _experts(config, architecture.experts)
+    if isinstance(attention, ConfigMalformed):
+        return Failure(attention)
+    if isinstance(experts, ConfigMalformed):
+        return Failure(experts)
+    layers = [
+        TensorSpec(name, shape, "float32" if name.endswith("correction_bias") else dtype)
+        for index in range(config.num_hidden_layers)
+        for name, shape in _layer(config, architecture, index, attention, experts)
+    ]
     specs = [
         TensorSpec("model.embed_tokens.weight", vocabulary, dtype, tied),
         *layers,
@@ -159,28 +165,24 @@ def kv_heads_of(config: HuggingFaceConfig) -> int | None:
     return config.num_key_value_heads or config.num_attention_heads
 
 
-def _layers(config: HuggingFaceConfig, architecture: Architecture) -> _Named:
-    hidden = config.hidden_size
-    for index in range(config.num_hidden_layers):
-        prefix = f"model.layers.{index}"
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        attention = (
-            _latent_attention(config)
-            if architecture.latent_attention
-            else _grouped_attention(config, architecture)
-        )
-        for name, shape in attention:
-            yield f"{prefix}.self_attn.{name}", shape
-        names = architecture.experts
-        if names is not None and _has_experts(config, index):
-            for name, shape in _experts(config, names):
-                yield f"{prefix}.{names.block}.{name}", shape
-        else:
-            width, bias = config.intermediate_size, config.mlp_bias
-            yield from _projection(f"{prefix}.mlp.gate_proj", width, hidden, bias=bias)
-            yield from _projection(f"{prefix}.mlp.up_proj", width, hidden, bias=bias)
-            yield from _projection(f"{prefix}.mlp.down_proj", hidden, width, bias=bias)
+def _layer(
+    config: HuggingFaceConfig,
+    architecture: Architecture,
+    index: int,
+    attention: _Named,
+    experts: _Named,
+) -> _Named:
+    prefix, hidden = f"model.layers.{index}", config.hidden_size
+    if architecture.experts is not None and _has_experts(config, index):
+        block, feed_forward = architecture.experts.block, experts
+    else:
+        block, feed_forward = "mlp", _dense(config)
+    return [
+        (f"{prefix}.input_layernorm.weight", (hidden,)),
+        (f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+        *((f"{prefix}.self_attn.{name}", shape) for name, shape in attention),
+        *((f"{prefix}.{block}.{name}", shape) for name, shape in feed_forward),
+    ]
 
 
 def _grouped_attention(config: HuggingFaceConfig, architecture: Architecture) -> _Named:
@@ -188,73 +190,87 @@ def _grouped_attention(config: HuggingFaceConfig, architecture: Architecture) ->
     head_dim = config.head_dim or hidden // heads
     kv_rows = (config.num_key_value_heads or heads) * head_dim
     bias = config.attention_bias or architecture.query_bias
-    yield from _projection("q_proj", heads * head_dim, hidden, bias=bias)
-    yield from _projection("k_proj", kv_rows, hidden, bias=bias)
-    yield from _projection("v_proj", kv_rows, hidden, bias=bias)
-    yield from _projection("o_proj", hidden, heads * head_dim, bias=config.attention_bias)
+    tensors = [
+        *_projection("q_proj", heads * head_dim, hidden, bias=bias),
+        *_projection("k_proj", kv_rows, hidden, bias=bias),
+        *_projection("v_proj", kv_rows, hidden, bias=bias),
+        *_projection("o_proj", hidden, heads * head_dim, bias=config.attention_bias),
+    ]
     if architecture.head_norms:
-        yield "q_norm.weight", (head_dim,)
-        yield "k_norm.weight", (head_dim,)
+        tensors += [("q_norm.weight", (head_dim,)), ("k_norm.weight", (head_dim,))]
+    return tensors
 
 
-def _latent_attention(config: HuggingFaceConfig) -> _Named:
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    kv_rank = _needed(config.kv_lora_rank, "kv_lora_rank")
-    plain = _needed(config.qk_nope_head_dim, "qk_nope_head_dim")
-    rotary = _needed(config.qk_rope_head_dim, "qk_rope_head_dim")
-    value = _needed(config.v_head_dim, "v_head_dim")
-    query_rows, bias = heads * (plain + rotary), config.attention_bias
-    if config.q_lora_rank is None:
-        yield "q_proj.weight", (query_rows, hidden)
+def _latent_attention(config: HuggingFaceConfig) -> _Named | ConfigMalformed:
+    hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
+    kv_rank, value = config.kv_lora_rank, config.v_head_dim
+    plain, rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
+    if kv_rank is None or value is None or plain is None or rotary is None:
+        needed = "kv_lora_rank, v_head_dim, qk_nope_head_dim and qk_rope_head_dim"
+        return ConfigMalformed(why=f"model type {config.model_type!r} needs {needed}")
+    query_rows, query_rank = heads * (plain + rotary), config.q_lora_rank
+    if query_rank is None:
+        query: _Named = [("q_proj.weight", (query_rows, hidden))]
     else:
-        yield from _projection("q_a_proj", config.q_lora_rank, hidden, bias=bias)
-        yield "q_a_layernorm.weight", (config.q_lora_rank,)
-        yield "q_b_proj.weight", (query_rows, config.q_lora_rank)
-    yield from _projection("kv_a_proj_with_mqa", kv_rank + rotary, hidden, bias=bias)
-    yield "kv_a_layernorm.weight", (kv_rank,)
-    yield "kv_b_proj.weight", (heads * (plain + value), kv_rank)
-    yield from _projection("o_proj", hidden, heads * value, bias=bias)
+        query = [
+            *_projection("q_a_proj", query_rank, hidden, bias=bias),
+            ("q_a_layernorm.weight", (query_rank,)),
+            ("q_b_proj.weight", (query_rows, query_rank)),
+        ]
+    return [
+        *query,
+        *_projection("kv_a_proj_with_mqa", kv_rank + rotary, hidden, bias=bias),
+        ("kv_a_layernorm.weight", (kv_rank,)),
+        ("kv_b_proj.weight", (heads * (plain + value), kv_rank)),
+        *_projection("o_proj", hidden, heads * value, bias=bias),
+    ]
+
+
+def _dense(config: HuggingFaceConfig) -> _Named:
+    hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    return [
+        *_projection("gate_proj", width, hidden, bias=bias),
+        *_projection("up_proj", width, hidden, bias=bias),
+        *_projection("down_proj", hidden, width, bias=bias),
+    ]
 
 
 def _has_experts(config: HuggingFaceConfig, layer: int) -> bool:
     return (
         layer >= config.first_k_dense_replace
-        and layer not in config.mlp_only_layers
+        and layer not in (config.mlp_only_layers or ())
         and (layer + 1) % config.decoder_sparse_step == 0
     )
 
 
-def _experts(config: HuggingFaceConfig, names: ExpertNames) -> _Named:
+def _experts(config: HuggingFaceConfig, names: ExpertNames) -> _Named | ConfigMalformed:
     hidden = config.hidden_size
-    count = _needed(
-        config.num_experts or config.num_local_experts or config.n_routed_experts, "num_experts"
-    )
+    count = config.num_experts or config.num_local_experts or config.n_routed_experts
+    if count is None:
+        needed = "num_experts, num_local_experts or n_routed_experts"
+        return ConfigMalformed(why=f"model type {config.model_type!r} needs {needed}")
     width = config.moe_intermediate_size or config.intermediate_size
-    yield "gate.weight", (count, hidden)
+    tensors: _Named = [("gate.weight", (count, hidden))]
     if names.correction_bias:
-        yield "gate.e_score_correction_bias", (count,)
+        tensors.append(("gate.e_score_correction_bias", (count,)))
     for expert in range(count):
-        yield from _expert(f"experts.{expert}", width, hidden, names)
+        tensors += _expert(f"experts.{expert}", width, hidden, names)
     shared_width = config.shared_expert_intermediate_size or width * (config.n_shared_experts or 0)
     if names.shared and shared_width:
-        yield from _expert(names.shared, shared_width, hidden, names)
+        tensors += _expert(names.shared, shared_width, hidden, names)
         if names.shared_gate:
-            yield f"{names.shared}_gate.weight", (1, hidden)
+            tensors.append((f"{names.shared}_gate.weight", (1, hidden)))
+    return tensors
 
 
 def _expert(prefix: str, width: int, hidden: int, names: ExpertNames) -> _Named:
-    yield f"{prefix}.{names.gate}.weight", (width, hidden)
-    yield f"{prefix}.{names.up}.weight", (width, hidden)
-    yield f"{prefix}.{names.down}.weight", (hidden, width)
+    return [
+        (f"{prefix}.{names.gate}.weight", (width, hidden)),
+        (f"{prefix}.{names.up}.weight", (width, hidden)),
+        (f"{prefix}.{names.down}.weight", (hidden, width)),
+    ]
 
 
 def _projection(name: str, rows: int, columns: int, *, bias: bool) -> _Named:
-    yield f"{name}.weight", (rows, columns)
-    if bias:
-        yield f"{name}.bias", (rows,)
-
-
-def _needed(value: int | None, field: str) -> int:
-    if value is None:
-        raise _Missing(field)
-    return value
+    weight: _Named = [(f"{name}.weight", (rows, columns))]
+    return [*weight, (f"{name}.bias", (rows,))] if bias else weight

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Sequence
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 from returns.pipeline import is_successful
@@ -99,6 +99,12 @@ class Shards(Struct, frozen=True, kw_only=True):
     shard_of_rank: tuple[int, ...]
 
 
+class _Located(NamedTuple):
+    spec: TensorSpec
+    layer: int | None
+    expert: int | None
+
+
 def plan_shards(
     specs: Sequence[TensorSpec], parallelism: Parallelism, *, kv_heads: int | None
 ) -> Result[Shards, ParallelError]:
@@ -112,23 +118,30 @@ def plan_shards(
     error = check_parallelism(parallelism)
     if error is not None:
         return Failure(error)
-    layers = 1 + max((_layer_of(spec) or 0 for spec in specs), default=0)
+    located = [_Located(spec, _number(_LAYER, spec), _number(_EXPERT, spec)) for spec in specs]
+    layers = 1 + max((each.layer or 0 for each in located), default=0)
     if layers < parallelism.pipeline_parallel:
         return Failure(TooFewLayers(layers=layers, pipeline_parallel=parallelism.pipeline_parallel))
-    experts = 1 + max((_expert_of(spec) or 0 for spec in specs), default=0)
+    experts = 1 + max((each.expert or 0 for each in located), default=0)
     shards: dict[tuple[int, int, int], int] = {}
     layouts: list[tuple[Part, ...]] = []
     shard_of_rank: list[int] = []
     for rank in range(parallelism.rollout_world_size):
         place = place_of(rank, parallelism)
         if place not in shards:
-            layout = _layout(specs, parallelism, place, (layers, experts, kv_heads))
+            layout = _layout(located, parallelism, place, (layers, experts, kv_heads))
             if not is_successful(layout):
                 return Failure(layout.failure())
             shards[place] = len(layouts)
             layouts.append(layout.unwrap())
         shard_of_rank.append(shards[place])
     return Success(Shards(layouts=tuple(layouts), shard_of_rank=tuple(shard_of_rank)))
+
+
+def whole_model(specs: Sequence[TensorSpec], rollout_world_size: int) -> Shards:
+    """The layouts of ranks that are sent every tensor whole, and slice it themselves."""
+    layout = tuple(Part(n, whole(spec)) for spec in specs for n in (spec.name, *spec.aliases))
+    return Shards(layouts=(layout,), shard_of_rank=(0,) * rollout_world_size)
 
 
 def check_parallelism(
@@ -191,7 +204,7 @@ def cut_of(name: str) -> Cut | None:
 
 
 def _layout(
-    specs: Sequence[TensorSpec],
+    tensors: Sequence[_Located],
     parallelism: Parallelism,
     place: tuple[int, int, int],
     model: tuple[int, int, int | None],
@@ -203,8 +216,7 @@ def _layout(
     whole_experts = parallelism.expert_parallel > 1
     own_experts = experts_of(expert_rank, parallelism.expert_parallel, experts)
     parts: list[Part] = []
-    for spec in specs:
-        layer, expert = _layer_of(spec), _expert_of(spec)
+    for spec, layer, expert in tensors:
         if layer is not None and stage_of[layer] != stage:
             continue
         if expert is not None and whole_experts and expert not in own_experts:
@@ -259,11 +271,6 @@ def _slice(
     return slice_of(spec, dimension, rank * (length // parts), length // parts)
 
 
-def _layer_of(spec: TensorSpec) -> int | None:
-    found = _LAYER.search(spec.name)
-    return None if found is None else int(found[1])
-
-
-def _expert_of(spec: TensorSpec) -> int | None:
-    found = _EXPERT.search(spec.name)
+def _number(pattern: re.Pattern[str], spec: TensorSpec) -> int | None:
+    found = pattern.search(spec.name)
     return None if found is None else int(found[1])

@@ -40,7 +40,14 @@ def _diff() -> CommandModule:
     return diff
 
 
+def _plan() -> CommandModule:
+    from rollsync.shell.cli import plan
+
+    return plan
+
+
 COMMANDS: tuple[Command, ...] = (
+    Command("plan", "what a refit will move, hold and take, from a model's shapes", _plan),
     Command("inspect", "print what is in a rollsync file, or in a directory of them", _inspect),
     Command("diff", "print where two rollsync files of one kind differ", _diff),
 )

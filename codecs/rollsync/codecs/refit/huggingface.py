@@ -1,0 +1,92 @@
+"""Files of published models: `config.json`, and the index and headers of safetensors.
+
+They are others' formats, so they have no envelope and no golden; only what refit needs is read.
+Rule kept here: whatever the bytes are, reading them ends in a value or in a declared error.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+from returns.result import Failure, Result, Success
+
+from rollsync.codecs.canonical import Natural
+from rollsync.pure.refit.buckets import TensorSpec
+from rollsync.pure.refit.dtypes import SAFETENSORS_DTYPES
+from rollsync.pure.refit.errors import ConfigMalformed, HeaderMalformed
+from rollsync.pure.refit.model_shapes import HuggingFaceConfig
+
+LENGTH_BYTES: Final = 8
+"""A safetensors file begins with the length of its header: 8 bytes, little-endian."""
+MOST_HEADER_BYTES: Final = 100_000_000
+"""The format's own bound on the length of a header."""
+
+
+class _Entry(Struct, frozen=True):
+    dtype: str
+    shape: tuple[Natural, ...]
+    data_offsets: tuple[Natural, Natural]
+
+
+class _Index(Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+_CONFIG: Final = msgspec.json.Decoder(HuggingFaceConfig)
+_HEADER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY: Final = msgspec.json.Decoder(_Entry)
+_INDEX: Final = msgspec.json.Decoder(_Index)
+
+
+def read_config(data: bytes) -> Result[HuggingFaceConfig, ConfigMalformed]:
+    """The fields of a `config.json` that decide about shapes."""
+    try:
+        return Success(_CONFIG.decode(data))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Failure(ConfigMalformed(why=str(error)))
+
+
+def read_index(data: bytes) -> Result[tuple[str, ...], HeaderMalformed]:
+    """The names of the files that a `model.safetensors.index.json` lists, each once, sorted."""
+    try:
+        index = _INDEX.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Failure(HeaderMalformed(why=str(error)))
+    files = tuple(sorted(set(index.weight_map.values())))
+    for file in files:
+        if "/" in file or "\\" in file or file in ("", ".", ".."):
+            return Failure(HeaderMalformed(why=f"the index names {file!r}, which is no file name"))
+    return Success(files)
+
+
+def header_length(data: bytes) -> Result[int, HeaderMalformed]:
+    """The length in bytes of the header that follows the first `LENGTH_BYTES` of a file."""
+    length = int.from_bytes(data[:LENGTH_BYTES], "little")
+    if len(data) < LENGTH_BYTES or not 2 <= length <= MOST_HEADER_BYTES:
+        return Failure(HeaderMalformed(why="the file does not begin with the length of a header"))
+    return Success(length)
+
+
+def read_header(data: bytes) -> Result[tuple[TensorSpec, ...], HeaderMalformed]:
+    """The tensors that a safetensors header names, in the order of their bytes in the file.
+
+    Args:
+        data: The header: the JSON object that follows the length.
+    """
+    found: list[tuple[int, TensorSpec]] = []
+    try:
+        entries = _HEADER.decode(data)
+        for name, raw in entries.items():
+            if name == "__metadata__":
+                continue
+            entry = _ENTRY.decode(raw)
+            dtype = SAFETENSORS_DTYPES.get(entry.dtype)
+            if dtype is None:
+                why = f"tensor {name!r} has the unknown dtype {entry.dtype!r}"
+                return Failure(HeaderMalformed(why=why))
+            found.append((entry.data_offsets[0], TensorSpec(name, entry.shape, dtype)))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Failure(HeaderMalformed(why=str(error)))
+    return Success(tuple(spec for _, spec in sorted(found)))
