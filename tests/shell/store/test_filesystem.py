@@ -1,0 +1,142 @@
+"""The real file system does one thing at a time, and an unsuitable one is refused by name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from rollsync.shell.store.filesystem import (
+    READ_BYTES,
+    EntryKind,
+    RealFileSystem,
+    UnsuitableFileSystem,
+    WritableFile,
+    _mounted_type,
+    require_suitable,
+)
+
+FILES = RealFileSystem()
+
+
+def write(path: Path, data: bytes) -> None:
+    file = FILES.create(path)
+    assert file.write(data) == len(data)
+    file.sync()
+    file.close()
+
+
+def test_a_file_is_created_once_and_read_in_pieces(tmp_path: Path) -> None:
+    data = os.urandom(READ_BYTES + 5)
+    write(tmp_path / "a", data)
+    pieces = list(FILES.read(tmp_path / "a"))
+    assert b"".join(pieces) == data
+    assert max(map(len, pieces)) <= READ_BYTES
+    with pytest.raises(FileExistsError):
+        FILES.create(tmp_path / "a")
+    with pytest.raises(FileNotFoundError):
+        FILES.read(tmp_path / "b")
+
+
+@pytest.mark.parametrize("exclusively", [True, False])
+def test_a_rename_never_replaces(
+    tmp_path: Path, exclusively: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exclusively:
+        monkeypatch.setattr("rollsync.shell.store.filesystem._RENAME_EXCLUSIVELY", None)
+    write(tmp_path / "a", b"a")
+    write(tmp_path / "b", b"b")
+    FILES.make_directory(tmp_path / "d")
+    FILES.make_directory(tmp_path / "e")
+    for source, target in (("a", "b"), ("d", "e"), ("a", "d"), ("d", "a")):
+        with pytest.raises(FileExistsError):
+            FILES.rename(tmp_path / source, tmp_path / target)
+    FILES.rename(tmp_path / "d", tmp_path / "f")
+    FILES.rename(tmp_path / "a", tmp_path / "f" / "a")
+    assert sorted(FILES.list_directory(tmp_path)) == ["b", "e", "f"]
+    assert (tmp_path / "f" / "a").read_bytes() == b"a"
+
+
+def test_links_are_neither_followed_nor_taken_for_files(tmp_path: Path) -> None:
+    write(tmp_path / "a", b"abc")
+    (tmp_path / "link").symlink_to("a")
+    FILES.make_directory(tmp_path / "d")
+    assert FILES.list_directory(tmp_path) == {
+        "a": EntryKind.FILE,
+        "link": EntryKind.OTHER,
+        "d": EntryKind.DIRECTORY,
+    }
+    assert FILES.status(tmp_path / "a").size_bytes == 3
+    assert FILES.status(tmp_path / "link").kind is EntryKind.OTHER
+    for refused in (FILES.read, FILES.sync_file):
+        with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+            refused(tmp_path / "link")
+
+
+def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
+    held = FILES.lock(tmp_path / "lock")
+    with pytest.raises(BlockingIOError):
+        FILES.lock(tmp_path / "lock")
+    held.release()
+    held.release()
+    FILES.lock(tmp_path / "lock").release()
+
+
+def test_the_mount_table_names_the_file_system() -> None:
+    table = (
+        "/dev/sda / ext4 rw 0 0\ns3fs /mnt/my\\040bucket fuse.s3fs rw 0 0\n"
+        "tmpfs /mnt tmpfs rw 0 0\nserver:/x /mnt nfs4 rw 0 0\n"
+    )
+    assert _mounted_type(table, "/home/a") == "ext4"
+    assert _mounted_type(table, "/mnt/my bucket/run") == "fuse.s3fs"
+    assert _mounted_type(table, "/mnt/my bucket2") == "nfs4", "the later mount hides the earlier"
+    assert _mounted_type(table, "/mntx") == "ext4"
+    assert _mounted_type("", "/") == "unknown"
+
+
+def test_this_machines_file_system_will_do(tmp_path: Path) -> None:
+    require_suitable(FILES, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert FILES.type_name(tmp_path) != "unknown"
+
+
+class Named(RealFileSystem):
+    """Claims to be of some type."""
+
+    def type_name(self, path: Path) -> str:
+        return "fuse.s3fs"
+
+
+class WithoutFsync(RealFileSystem):
+    def sync_directory(self, path: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+class Replacing(RealFileSystem):
+    def rename(self, source: Path, target: Path) -> None:
+        for inside in target.iterdir() if target.exists() else ():
+            inside.unlink()
+        os.rename(source, target)
+
+
+class Full(RealFileSystem):
+    def create(self, path: Path) -> WritableFile:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("unsuitable", [Named(), WithoutFsync(), Replacing()])
+def test_an_unsuitable_file_system_is_refused_by_name(
+    unsuitable: RealFileSystem, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsuitableFileSystem, match=unsuitable.type_name(tmp_path)):
+        require_suitable(unsuitable, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_not_called_unsuitable(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
+        require_suitable(Full(), tmp_path)
+    assert not isinstance(caught.value, UnsuitableFileSystem)
+    assert list(tmp_path.iterdir()) == []
