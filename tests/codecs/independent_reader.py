@@ -165,14 +165,18 @@ def _is_nil(value: object) -> None:
 
 def _any_of(choices: Sequence[Check]) -> Check:
     def check(value: object) -> None:
-        for choice in choices:
-            try:
-                return choice(value)
-            except Refused:
-                continue
-        raise Refused("none of the choices")
+        if not any(_passes(choice, value) for choice in choices):
+            raise Refused("none of the choices")
 
     return check
+
+
+def _passes(check: Check, value: object) -> bool:
+    try:
+        check(value)
+    except Refused:
+        return False
+    return True
 
 
 def _integer(lowest: int) -> Check:

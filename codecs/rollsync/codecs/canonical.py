@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 """An integer that counts, from 0."""
 Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-"""Any 64-bit integer."""
+"""A signed integer of 64 bits."""
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A float that is neither infinite nor NaN."""
 Sha256Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]

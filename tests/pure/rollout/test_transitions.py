@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +34,7 @@ from rollsync.pure.rollout.invariants import check_invariants
 from rollsync.pure.rollout.state import (
     Dropped,
     DropReason,
+    FinalizedReward,
     PromptGroupStatus,
     PromptPlace,
     RecoveryGranularity,
@@ -159,6 +162,19 @@ def test_sealing_again_with_the_same_data_changes_nothing() -> None:
     assert after(state, seal("e0p0", 0)) is state
     assert refusal(state, seal("e0p0", 0, reward=0.5)) == refused.SealedDifferently(
         group_id="e0p0", sibling_index=0, attempt_index=0, fields=("reward",)
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_saved_is_a_finite_number(value: float) -> None:
+    state = after(admitted(0), dispatch("e0p0", 0))
+    assert isinstance(refusal(state, seal("e0p0", 0, reward=value)), refused.NotFinite)
+    state = after(admitted(0), *generate("e0p0"), FinalizationStarted(group_id="e0p0"))
+    good = commit(state, "e0p0")
+    reward = FinalizedReward(sibling_index=1, reward=value)
+    assert isinstance(refusal(state, replace(good, rewards=(reward,))), refused.NotFinite)
+    assert refusal(state, replace(good, metrics=(("kl", value),))) == refused.NotFinite(
+        group_id="e0p0", what="the metric 'kl'"
     )
 
 

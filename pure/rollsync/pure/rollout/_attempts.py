@@ -7,6 +7,8 @@ after an abort or a resume can never be counted.
 
 from __future__ import annotations
 
+from math import isfinite
+
 from msgspec.structs import replace
 
 from rollsync.pure.rollout._parts import (
@@ -16,6 +18,7 @@ from rollsync.pure.rollout._parts import (
     with_rows_to_clear,
 )
 from rollsync.pure.rollout.errors import (
+    NotFinite,
     RowKeysRefused,
     SealedDifferently,
     TransitionError,
@@ -98,6 +101,8 @@ def sealed(state: RolloutState, event: SiblingSealed) -> RolloutState | Transiti
         )
     if attempt.status is not RolloutAttemptStatus.DISPATCHED:
         return _wrong_status(event, attempt.status, (RolloutAttemptStatus.DISPATCHED,))
+    if not isfinite(event.reward):
+        return NotFinite(group_id=record.group_id, what=f"the reward of sibling {sibling.index}")
     refused = _staged_keys_refused(state, record, event)
     if refused is not None:
         return refused

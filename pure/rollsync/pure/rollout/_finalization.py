@@ -7,6 +7,8 @@ looked, and nothing is saved meanwhile.
 
 from __future__ import annotations
 
+from math import isfinite
+
 from msgspec.structs import replace
 from rpds import HashTrieMap
 
@@ -19,6 +21,7 @@ from rollsync.pure.rollout._parts import (
     without_record,
 )
 from rollsync.pure.rollout.errors import (
+    NotFinite,
     RowKeysRefused,
     TransitionError,
     UnknownGroup,
@@ -127,6 +130,13 @@ def _commit_refused(
                 sibling_index=reward.sibling_index,
                 sibling_count=len(record.siblings),
             )
+        if not isfinite(reward.reward):
+            return NotFinite(
+                group_id=record.group_id, what=f"the reward of sibling {reward.sibling_index}"
+            )
+    for name, value in event.metrics:
+        if not isfinite(value):
+            return NotFinite(group_id=record.group_id, what=f"the metric {name!r}")
     if not start_weight_version <= event.end_weight_version <= state.progress.trainer_version:
         return WrongWeightVersion(
             what="end",

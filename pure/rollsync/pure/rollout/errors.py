@@ -73,6 +73,13 @@ class SealedDifferently(Struct, frozen=True, kw_only=True, tag=True):
     fields: tuple[str, ...]
 
 
+class NotFinite(Struct, frozen=True, kw_only=True, tag=True):
+    """NaN or an infinity, where a number is to be saved: it equals nothing, not even itself."""
+
+    group_id: str
+    what: str
+
+
 class RowKeysRefused(Struct, frozen=True, kw_only=True, tag=True):
     """Row keys that the group may not own: foreign, repeated, owned already, or being cleared."""
 
@@ -212,6 +219,7 @@ TransitionError = (
     | UnknownAttempt
     | WrongAttemptStatus
     | SealedDifferently
+    | NotFinite
     | RowKeysRefused
     | WrongCount
     | RepeatedIds
@@ -247,6 +255,8 @@ def why(error: TransitionError) -> str:
                 f"group {error.group_id} has {error.sibling_count} siblings, "
                 f"none with index {error.sibling_index}"
             )
+        case NotFinite():
+            return f"{error.what} of group {error.group_id} is not a finite number"
         case RowKeysRefused():
             return f"group {error.group_id} may not own rows {_list(error.keys)}: {error.reason}"
         case UnknownAttempt() | WrongAttemptStatus() | SealedDifferently():
