@@ -59,13 +59,14 @@ def test_a_document_without_one_of_its_rows_does_not_read_the_goldens(kind: AnyK
     text = DOCUMENT.read_text("utf-8")
     section = text.index(f"\n### {kind.name}, version {kind.newest_version}\n")
     rows = re.compile(r"^\| \w* ?\| \w+ \| [^|]+ \|\n", re.MULTILINE)
-    full = encode(SAMPLES[kind.name]["full"])
+    # Together the samples have every record; a union's members cannot all be in one value.
+    samples = [encode(sample) for sample in SAMPLES[kind.name].values()]
     row = rows.search(text, text.index("|---", section))
     assert row is not None
     count = 0
     while row is not None and row.start() < text.find("\n#", section + 1):
         without = read_document(text[: row.start()] + text[row.end() :])
-        assert not is_accepted(full, without), row.group()
+        assert not all(is_accepted(sample, without) for sample in samples), row.group()
         row = rows.search(text, row.end())
         count += 1
     assert count > 0

@@ -16,6 +16,7 @@ from rollsync.codecs.canonical import Wire
 from rollsync.codecs.envelope import HEADER_BYTES, Header, read_header
 from rollsync.codecs.errors import DecodeError, UnknownKind
 from rollsync.codecs.kind import Kind
+from rollsync.codecs.refit.control import CONTROL_MESSAGE
 from rollsync.codecs.refit.plan import DECLARED_PLAN
 from rollsync.codecs.rollout.data_plane_checkpoint import DATA_PLANE_CHECKPOINT
 from rollsync.codecs.rollout.recovery_ledger import RECOVERY_LEDGER
@@ -42,6 +43,7 @@ class AnyKind(Protocol):
 
 
 KINDS: Final[tuple[AnyKind, ...]] = (
+    CONTROL_MESSAGE,
     DATA_PLANE_CHECKPOINT,
     DECLARED_PLAN,
     RECOVERY_LEDGER,

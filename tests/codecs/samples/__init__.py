@@ -14,6 +14,7 @@ from typing import Final
 from tests.codecs.samples import (
     data_plane_checkpoint,
     recovery_ledger,
+    refit_control,
     refit_plan,
     replay_metadata,
     rollout_state,
@@ -21,6 +22,7 @@ from tests.codecs.samples import (
 )
 
 SAMPLES: Final[Mapping[str, Mapping[str, object]]] = {
+    "refit.control": refit_control.SAMPLES,
     "refit.plan": refit_plan.SAMPLES,
     "rollout.data-plane-checkpoint": data_plane_checkpoint.SAMPLES,
     "rollout.recovery-ledger": recovery_ledger.SAMPLES,

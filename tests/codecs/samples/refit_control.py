@@ -1,0 +1,63 @@
+"""Sample values of `refit.control`: one of each message."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rollsync.pure.refit import control
+
+LARGEST: Final = 2**63 - 1
+
+HELLO: Final = control.Hello(
+    nonce=b"\x00\x01",
+    proof=b"\xff" * 4,
+    policy_rank=1,
+    rollout_rank=2,
+    train_world_size=2,
+    rollout_world_size=4,
+    bucket_bytes=512,
+    buckets=2,
+    memory_id="m",
+)
+
+SAMPLES: Final = {
+    "full": control.ControlMessage(
+        body=control.BucketFilled(
+            bucket=3,
+            filled_bytes=300,
+            checksum="0123456789abcdef",
+            pieces=(
+                control.Piece(
+                    name="a.weight",
+                    shape=(2, 3),
+                    dtype="bfloat16",
+                    offset=0,
+                    chunk_offset=0,
+                    chunk_bytes=12,
+                ),
+                control.Piece(
+                    name="größe",
+                    shape=(),
+                    dtype="float32",
+                    offset=256,
+                    chunk_offset=0,
+                    chunk_bytes=4,
+                ),
+            ),
+        )
+    ),
+    "empty": control.ControlMessage(
+        body=control.BucketFilled(bucket=0, filled_bytes=0, checksum=None, pieces=())
+    ),
+    "challenge": control.ControlMessage(body=control.Challenge(nonce=b"\x80" * 8)),
+    "hello": control.ControlMessage(body=HELLO),
+    "welcome": control.ControlMessage(body=control.Welcome(proof=b"", needs_memory=True)),
+    "released": control.ControlMessage(body=control.BucketReleased(bucket=LARGEST)),
+    "ended": control.ControlMessage(
+        body=control.StreamEnded(buckets=1, tensors=2, payload_bytes=LARGEST, digest="ab")
+    ),
+    "accepted": control.ControlMessage(body=control.StreamAccepted()),
+    "failed": control.ControlMessage(
+        body=control.Failed(rank=0, stage="load", tensor="", message="вес 𝄞")
+    ),
+}

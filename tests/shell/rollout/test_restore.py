@@ -1,0 +1,301 @@
+"""Restoring: every refusal names file, field and remedy, and nothing is changed before."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from rollsync.codecs import encode
+from rollsync.pure.rollout.account import account
+from rollsync.pure.rollout.checkpointing import RolloutTraceKind as Kind
+from rollsync.pure.rollout.events import GroupsClaimed
+from rollsync.pure.rollout.sampler import (
+    InOrderSampler,
+    ReadyFirstSampler,
+    WeightFifoSampler,
+    WindowedSampler,
+)
+from rollsync.pure.rollout.state import Dropped, PromptPlace
+from rollsync.shell.errors import RollsyncError
+from rollsync.shell.rollout.archive import STATE_FILE
+from rollsync.shell.rollout.data_plane import InProcessDataPlane, Row, Tags
+from rollsync.shell.rollout.segments import SegmentError
+from tests.pure.rollout.events_kit import admit, dispatch, reserve
+from tests.shell.rollout.world import (
+    PARTITION,
+    BuiltinSampler,
+    PlainBundle,
+    World,
+    assert_same_rows,
+    row_of,
+)
+
+
+async def saved(root: Path) -> World:
+    """Two ready groups, two unfinished ones with a sealed sibling, one reserved."""
+    world = World(root)
+    await world.ready(0, 1)
+    await world.admit(2, 3)
+    await world.seal("e0p2", 0)
+    await world.do(reserve(4))
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+    return world
+
+
+def files_under(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+async def refused(world: World, match: str) -> RollsyncError:
+    """The restore is refused, and neither the run nor the disk has changed."""
+    before, on_disk = world.state, files_under(world.archive.root)
+    await world.plane.put(PARTITION, {"left/0": row_of("left/0")})
+    with pytest.raises(RollsyncError, match=match) as caught:
+        await world.restore()
+    assert world.state is before
+    assert set(await world.plane.list_rows(PARTITION)) == {"left/0"}
+    assert files_under(world.archive.root) == on_disk
+    return caught.value
+
+
+@pytest.mark.asyncio
+async def test_a_changed_sample_is_named(tmp_path: Path) -> None:
+    await saved(tmp_path)
+    after = World(tmp_path)
+    after.samples.contents["s2"] = "something else"
+    del after.samples.contents["s4"]
+    error = await refused(after, r"2 prompts in flight.*s2 \(other content\)")
+    assert "s4 (missing)" in str(error)
+    assert STATE_FILE in str(error)
+    assert "dataset" in error.remedy
+
+
+@pytest.mark.asyncio
+async def test_another_dataset_is_refused_even_if_the_prompts_in_flight_are_the_same(
+    tmp_path: Path,
+) -> None:
+    await saved(tmp_path)
+    after = World(tmp_path)
+    after.samples.digest = "d1"
+    error = await refused(after, "dataset_digest is d0, this run's dataset is d1")
+    assert "position" in error.remedy
+
+
+@pytest.mark.asyncio
+async def test_a_smaller_buffer_says_what_to_raise(tmp_path: Path) -> None:
+    await saved(tmp_path)
+    await refused(World(tmp_path, buffer_capacity=3), "raise the buffer capacity to at least 4")
+
+
+@pytest.mark.asyncio
+async def test_another_batch_size_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path, sampler=ReadyFirstSampler())
+    await world.admit(0, 1)
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+    after = World(tmp_path, sampler=ReadyFirstSampler(), num_prompts_per_step=3)
+    await refused(after, "num_prompts_per_step")
+
+
+@pytest.mark.asyncio
+async def test_a_sampler_of_another_kind_is_refused(tmp_path: Path) -> None:
+    await saved(tmp_path)
+    await refused(World(tmp_path, sampler=InOrderSampler()), "does not stamp target steps")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"half"])
+async def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, damage: bytes) -> None:
+    world = await saved(tmp_path)
+    path = world.archive.bundles()[0] / STATE_FILE
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] if damage == b"half" else damage)
+    await refused(World(tmp_path), STATE_FILE)
+
+
+@pytest.mark.asyncio
+async def test_a_state_file_of_another_save_is_refused(tmp_path: Path) -> None:
+    world = await saved(tmp_path)
+    (bundle,) = world.archive.bundles()
+    await world.admit(5, 6)
+    (bundle / STATE_FILE).write_bytes(encode(world.state))
+    await refused(World(tmp_path), "field sampler_dispatch_index of the manifest is 1")
+
+
+@pytest.mark.asyncio
+async def test_a_missing_or_damaged_segment_is_named(tmp_path: Path) -> None:
+    world = await saved(tmp_path)
+    (segment,) = (world.archive.root / "segments").iterdir()
+    data = segment.read_bytes()
+    segment.write_bytes(data[:100])
+    error = await refused(World(tmp_path), segment.name)
+    assert isinstance(error, SegmentError)
+    segment.unlink()
+    await refused(World(tmp_path), segment.name)
+
+
+@pytest.mark.asyncio
+async def test_rows_that_the_segments_lack_are_named(tmp_path: Path) -> None:
+    world = await saved(tmp_path)
+    (bundle,) = world.archive.bundles()
+    facts = PlainBundle(bundle).facts
+    assert facts.segments
+    (bundle / "manifest").write_bytes(msgspec.json.encode(replace(facts, segments=())))
+    await refused(World(tmp_path), "group e0p0 owns rows that are not there: e0p0/0")
+
+
+@pytest.mark.asyncio
+async def test_a_copied_run_directory_is_as_good(tmp_path: Path) -> None:
+    world = await saved(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b" / "c")
+    after = World(tmp_path / "b" / "c")
+    restored = await after.restore()
+    assert restored is not None
+    assert after.state.replay == world.state.replay
+
+
+class FailsAt(InProcessDataPlane):
+    """Fails in its nth put, as a process that is killed there would end."""
+
+    def __init__(self, puts: int) -> None:
+        super().__init__()
+        self.puts_left = puts
+
+    async def put(
+        self,
+        partition_id: str,
+        rows: Mapping[str, Row],
+        *,
+        tags: Mapping[str, Tags] | None = None,
+    ) -> None:
+        if self.puts_left == 0:
+            raise KeyboardInterrupt
+        self.puts_left -= 1
+        await super().put(partition_id, rows, tags=tags)
+
+
+@pytest.mark.asyncio
+async def test_a_restore_that_died_twice_succeeds_the_third_time(tmp_path: Path) -> None:
+    """Over the same plane, which outlives the process, as a distributed one does."""
+    await saved(tmp_path)
+    plane = FailsAt(0)
+    on_disk = files_under(tmp_path)
+    for _ in range(2):
+        died = World(tmp_path, plane=plane)
+        with pytest.raises(KeyboardInterrupt):
+            await died.restore()
+        assert died.barrier.is_idle
+        await InProcessDataPlane.put(
+            plane, PARTITION, {"e0p0/0": {"tokens": row_of("x")["tokens"]}}
+        )
+    plane.puts_left = 100
+    after = World(tmp_path, plane=plane)
+    assert await after.restore() is not None
+    owned = ("e0p0/0", "e0p0/1", "e0p1/0", "e0p1/1", "e0p2/0/attempt-0")
+    assert_same_rows(await after.rows(), {key: row_of(key) for key in owned})
+    assert files_under(tmp_path) == on_disk, "a resume writes nothing"
+
+
+@pytest.mark.asyncio
+async def test_restoring_twice_is_restoring_once(tmp_path: Path) -> None:
+    await saved(tmp_path)
+    after = World(tmp_path)
+    first = await after.restore()
+    state, rows = after.state, await after.rows()
+    second = await after.restore()
+    assert first is not None
+    assert second is not None
+    assert (after.state, second.plan) == (state, first.plan)
+    assert_same_rows(await after.rows(), rows)
+
+
+@pytest.mark.asyncio
+async def test_without_the_buffer_its_prompts_are_generated_again(tmp_path: Path) -> None:
+    await saved(tmp_path)
+    after = World(tmp_path)
+    restored = await after.restore(after.policy(load_buffer=False))
+    assert restored is not None
+    assert len(after.state.replay) == 0
+    assert {each.group_id for each in restored.plan.dispatches} == {"e0p0", "e0p1", "e0p2", "e0p3"}
+    assert set(await after.rows()) == {"e0p2/0/attempt-0"}
+
+
+@pytest.mark.asyncio
+async def test_a_poison_prompt_is_dropped_after_bounded_resumes(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.admit(0, 1)
+    resumes = 0
+    while "e0p0" in world.state.ledger.groups:
+        await world.do(dispatch("e0p0", 0, resumes))
+        assert (await world.snapshotter.save_rollout_snapshot()).saved
+        world = World(tmp_path)
+        assert await world.restore(world.policy(max_recoveries=3)) is not None
+        resumes += 1
+    assert resumes == 4
+    assert isinstance(world.state.outcomes["e0p0"], Dropped)
+    counts = dict(account(world.state).by_place)
+    assert counts[PromptPlace.DROPPED] == 1, "its batch mate was never found running"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "sampler", [WindowedSampler(), ReadyFirstSampler(), WeightFifoSampler(), InOrderSampler()]
+)
+async def test_every_sampler_resumes_from_every_state_of_a_step(
+    tmp_path: Path, sampler: BuiltinSampler
+) -> None:
+    """Saves at each point of a step's life; each resume owns every prompt exactly once."""
+    world = World(tmp_path, sampler=sampler)
+    seen: list[dict[PromptPlace, int]] = []
+
+    async def save_and_resume() -> None:
+        assert (await world.snapshotter.save_rollout_snapshot(force=True)).saved
+        after = World(tmp_path, sampler=sampler)
+        assert await after.restore() is not None
+        counted = account(after.state)
+        assert counted.in_two_places == ()
+        assert counted.handed_out == account(world.state).handed_out
+        assert after.state.sampler_dispatch_index == world.state.sampler_dispatch_index
+        seen.append(dict(counted.by_place))
+
+    await save_and_resume()
+    await world.do(reserve(0, 1))
+    await save_and_resume()
+    await world.do(admit(world.state, 0, 1))
+    await save_and_resume()
+    await world.seal("e0p0", 0)
+    await save_and_resume()
+    await world.finish("e0p0")
+    await save_and_resume()
+    await world.finish("e0p1")
+    await save_and_resume()
+    await world.do(GroupsClaimed(step=1, group_ids=("e0p0", "e0p1")))
+    await save_and_resume()
+    assert [places[PromptPlace.READY] for places in seen] == [0, 0, 0, 0, 1, 2, 2]
+    assert all(places[PromptPlace.CLAIMED] == 0 for places in seen)
+
+
+@pytest.mark.asyncio
+async def test_the_trace_tells_what_a_resume_did(tmp_path: Path) -> None:
+    await saved(tmp_path)
+    after = World(tmp_path)
+    await after.restore()
+    events = after.trace.trace.events
+    kinds = list(dict.fromkeys(event.kind for event in events))
+    assert kinds == [
+        Kind.RESUME_CHOSEN,
+        Kind.VALIDATED,
+        Kind.ROWS_LOADED,
+        Kind.GROUP_PLANNED,
+        Kind.RESTORED,
+    ]
+    planned = {event.subject: event.detail for event in events if event.kind is Kind.GROUP_PLANNED}
+    assert planned["e0p0"] == "KeptReady"
+    assert planned["e0p2"] == "SiblingsResumed"
+    assert planned["e0p4"] == "Readmitted"

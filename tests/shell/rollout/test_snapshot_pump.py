@@ -1,0 +1,125 @@
+"""The pump: every interval, a failure budget, and a forced last snapshot before the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollsync.pure.config import CheckpointingConfig
+from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason as Reason
+from rollsync.pure.rollout.events import GroupsClaimed, OptimizerCommitOpened, StepCommitted
+from rollsync.shell.rollout.barrier import CheckpointMutationKind
+from rollsync.shell.rollout.snapshot_pump import RolloutSaveError, SnapshotPump
+from tests.shell.rollout.world import PARTITION, World
+
+FAST = CheckpointingConfig(snapshot_interval_s=0.01, max_consecutive_failures=2)
+
+
+def pump(world: World, saving: CheckpointingConfig, *, margin_s: float = 0.0) -> SnapshotPump:
+    return SnapshotPump(
+        world.snapshotter,
+        saving,
+        run_started_s=asyncio.get_running_loop().time(),
+        deadline_margin_s=margin_s,
+    )
+
+
+async def until(world: World, call: str, count: int) -> None:
+    while world.archive.calls.count(call) < count:
+        await asyncio.sleep(0.005)
+
+
+async def change(world: World) -> None:
+    """Something happened: the next save is not skipped."""
+    async with world.barrier.mutation(CheckpointMutationKind.OTHER):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_it_saves_every_interval_until_stopped(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    stop = asyncio.Event()
+    running = asyncio.create_task(pump(world, FAST).run(stop))
+    for count in (1, 2, 3):
+        await until(world, "prune", count)
+        await change(world)
+    stop.set()
+    await running
+    assert len(world.archive.bundles()) >= 3
+
+
+@pytest.mark.asyncio
+async def test_it_stops_without_waiting_for_the_interval(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    stop = asyncio.Event()
+    running = asyncio.create_task(pump(world, CheckpointingConfig()).run(stop))
+    await asyncio.sleep(0)
+    stop.set()
+    await running
+    assert world.archive.calls == []
+
+
+@pytest.mark.asyncio
+async def test_io_errors_are_tolerated_up_to_the_limit_in_a_row(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    stop = asyncio.Event()
+    running = asyncio.create_task(pump(world, FAST).run(stop))
+    disk_full = OSError(28, "no space left")
+    for _ in range(2):  # Each time two failures, then a success: never three in a row.
+        world.archive.failing = {"begin": disk_full}
+        begun = world.archive.calls.count("begin")
+        await until(world, "begin", begun + 2)
+        world.archive.failing = {}
+        await until(world, "prune", world.archive.calls.count("prune") + 1)
+        await change(world)
+    assert not running.done()
+    world.archive.failing = {"begin": disk_full}
+    with pytest.raises(RolloutSaveError, match="3 snapshots in a row failed") as caught:
+        await running
+    assert caught.value.result.reason is Reason.IO_ERROR
+    assert repr(caught.value.__cause__) == repr(disk_full)
+
+
+@pytest.mark.asyncio
+async def test_an_invariant_error_stops_the_run_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    await world.plane.clear(PARTITION, ["e0p0/1"])
+    with pytest.raises(RolloutSaveError, match="state is wrong") as caught:
+        await pump(world, FAST).run(asyncio.Event())
+    assert caught.value.result.reason is Reason.INVARIANT_ERROR
+    assert world.archive.calls.count("begin") == 1
+
+
+@pytest.mark.asyncio
+async def test_a_last_snapshot_is_forced_before_the_deadline(tmp_path: Path) -> None:
+    """Also when nothing changed, and also when the optimizer is in the way at first."""
+    world = World(tmp_path)
+    await world.ready(0)
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+    await world.do(GroupsClaimed(step=1, group_ids=("e0p0",)), OptimizerCommitOpened(step=1))
+    world.archive.anchors = {0, 1}
+    saving = CheckpointingConfig(snapshot_interval_s=100, checkpoint_must_save_by_s=60)
+    pumping = pump(world, saving, margin_s=60)
+    running = asyncio.create_task(pumping.run(asyncio.Event()))
+    await asyncio.sleep(0.05)
+    assert not pumping.deadline_reached.is_set()
+    await world.do(StepCommitted(step=1, trainer_version=1))
+    await running
+    assert pumping.deadline_reached.is_set()
+    assert len(world.archive.bundles()) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_last_snapshot_without_an_anchor_is_given_up(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.archive.anchors = set()
+    saving = CheckpointingConfig(snapshot_interval_s=100, checkpoint_must_save_by_s=60)
+    pumping = pump(world, saving, margin_s=60)
+    await pumping.run(asyncio.Event())
+    assert pumping.deadline_reached.is_set()
+    assert world.archive.calls.count("has_anchor") == 1
