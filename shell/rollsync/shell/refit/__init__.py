@@ -4,11 +4,24 @@
     sync.init_communicator()
     report = sync.sync_weights()
 
-`policy` and `generation` are NeMo-RL's, or anything of the shapes in `interfaces`. The other
-modules: `synchronizer` (the order of things), `report` (figures and metrics), `errors`.
+`policy` and `generation` are NeMo-RL's, or anything of the shapes in `interfaces`, such as the
+groups of Ray actors in `worker_group`. The other modules:
+
+- the driver: `synchronizer` (the order of things), `report` (figures and metrics), `errors`;
+- a policy worker: `policy_worker` (the mixin), `sending`, `weights`;
+- a generation worker: `generation` (what engines offer, and when), `vllm_generation` and
+  `torch_generation` (engines in Ray actors), `receiving`, `vllm_worker` (inside vLLM's workers),
+  `vllm_loader` and `torch_update` (how a model takes its weights);
+- both: `engines` (transports), `engine_slot`, `host_memory`.
 """
 
+from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
 from rollsync.shell.refit.interfaces import WeightSynchronizer
 from rollsync.shell.refit.synchronizer import CheckpointEngineWeightSynchronizer
 
-__all__ = ["CheckpointEngineWeightSynchronizer", "WeightSynchronizer"]
+__all__ = [
+    "CheckpointEngine",
+    "CheckpointEngineWeightSynchronizer",
+    "WeightSynchronizer",
+    "create_checkpoint_engine",
+]

@@ -52,20 +52,20 @@ class EngineNotServing(RefitError):
 
 
 class EngineOutdated(RefitError):
-    """An engine refused to generate, because it serves older weights than the request accepts.
+    """An engine refused to generate, because it serves other weights than the request wants.
 
     Args:
         serving: the weight version it serves.
-        required: the oldest version that the request accepts.
+        wanted: the weight version that the request has to be answered with.
     """
 
-    def __init__(self, *, serving: int, required: int) -> None:
+    def __init__(self, *, serving: int, wanted: int) -> None:
         super().__init__(
-            f"the engine serves weight version {serving}, the request needs {required} or newer",
-            remedy="synchronize the weights first",
+            f"the engine serves weight version {serving}, and the request wants {wanted}",
+            remedy="synchronize the weights, or ask for the version that is served",
         )
         self.serving = serving
-        self.required = required
+        self.wanted = wanted
 
 
 class WeightMismatch(RefitError):

@@ -1,5 +1,6 @@
 """How much memory a worker may count on: its accelerator's, or its share of the host's."""
 
+import os
 from pathlib import Path
 
 import psutil
@@ -36,3 +37,8 @@ def container_limit_bytes(limit_files: tuple[Path, ...]) -> int | None:
             limit = path.read_text(encoding="ascii").strip()
             return int(limit) if limit.isdigit() else None
     return None
+
+
+def local_world_size() -> int:
+    """How many workers of one launch share this host, as torchrun tells them; at least 1."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,0 +1,55 @@
+"""The checkpoint engine of one worker, from the first `init_checkpoint_engine` on.
+
+Rule kept here: asked again with the same options, the engine that is there stays, because its
+start may be slow; with others, it is finalized and made anew.
+"""
+
+from collections.abc import Mapping
+
+from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
+from rollsync.shell.refit.errors import RefitConfigurationError
+
+
+class EngineSlot:
+    """Holds a worker's checkpoint engine, or none yet."""
+
+    def __init__(self) -> None:
+        self._engine: CheckpointEngine | None = None
+        self._options: tuple[str, int, Mapping[str, object]] | None = None
+
+    @property
+    def engine(self) -> CheckpointEngine:
+        """The engine.
+
+        Raises:
+            RefitConfigurationError: when there is none yet.
+        """
+        if self._engine is None:
+            raise RefitConfigurationError(
+                "there is no checkpoint engine yet", remedy="call init_checkpoint_engine first"
+            )
+        return self._engine
+
+    def init(self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, object]) -> None:
+        """Makes the engine, unless it is there with these options."""
+        options = (backend, bucket_size_bytes, engine_kwargs)
+        if self._engine is not None:
+            if self._options == options:
+                return
+            self._engine.finalize()
+        self._engine = create_checkpoint_engine(
+            backend, bucket_size_bytes=bucket_size_bytes, engine_kwargs=engine_kwargs
+        )
+        self._options = options
+
+    def prepare(self, rank: int) -> object:
+        """Reserves the engine's buffers; answers its metadata, a mapping with `rank` added."""
+        metadata: object = self.engine.prepare()
+        return {**metadata, "rank": rank} if isinstance(metadata, dict) else metadata
+
+    def finalize(self) -> bool:
+        """Gives back what `prepare` reserved; answers whether there was an engine."""
+        if self._engine is None:
+            return False
+        self._engine.finalize()
+        return True

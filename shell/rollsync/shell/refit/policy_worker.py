@@ -1,0 +1,95 @@
+"""Gives a trainer's worker the RPC that a weight synchronizer asks of it.
+
+Rule kept here: the worker says which weights it sends and at which version it is; the checkpoint
+engine's life cycle, and nothing else of the worker, can be called by name through the RPC.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import torch
+
+from rollsync.pure.refit import TensorSpec
+from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.host_memory import local_world_size, worker_total_memory_bytes
+from rollsync.shell.refit.report import WorkerTransfer
+from rollsync.shell.refit.sending import RefitSender
+
+
+class PolicyRefitMixin:
+    """The trainer side of a refit, for a class that holds a policy's weights.
+
+    The class defines `iter_refit_weights` and `weight_version`; a Ray actor made of it, one per
+    trainer rank, is what `policy.worker_group` runs. `rollsync.shell.refit.weights` has both
+    halves of the job for an ordinary module: `checkpoint_weights` and `declare_weights`.
+    """
+
+    _refit_sender: RefitSender | None = None
+
+    @property
+    def refit_rank(self) -> int:
+        """This worker's rank among the policy's; `torch.distributed`'s where that is set up."""
+        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+    @property
+    def workers_on_host(self) -> int:
+        """How many workers share this host's memory."""
+        return local_world_size()
+
+    def weight_version(self) -> int:
+        """The trainer version of the weights that `iter_refit_weights` yields now."""
+        raise NotImplementedError
+
+    def iter_refit_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yields every weight under its checkpoint name, full and on any device.
+
+        It is called once per sync, and each tensor may be reused after the next is asked for.
+        """
+        raise NotImplementedError
+
+    def prepare_refit_info(self) -> Mapping[str, TensorSpec] | None:
+        """What `iter_refit_weights` will yield, in its order; None when that is not known."""
+        return None
+
+    def checkpoint_engine_rpc(
+        self, checkpoint_method: str, method_kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Runs one step of the checkpoint engine's life cycle.
+
+        Args:
+            checkpoint_method: the step's name, as the synchronizer calls it.
+            method_kwargs: its arguments.
+
+        Raises:
+            RefitConfigurationError: when there is no such step.
+        """
+        sender = self._refit_sender = self._refit_sender or RefitSender(rank=self.refit_rank)
+        steps: dict[str, Callable[..., object]] = {
+            "checkpoint_engine_total_memory_bytes": self._refit_total_memory_bytes,
+            "init_checkpoint_engine": sender.init,
+            "prepare_checkpoint_engine": sender.prepare,
+            "init_checkpoint_engine_process_group": sender.init_process_group,
+            "send_weights_via_checkpoint_engine": partial(self._refit_send, sender),
+            "finalize_checkpoint_engine": sender.finalize,
+        }
+        if checkpoint_method not in steps:
+            raise RefitConfigurationError(
+                f"a policy worker has no step {checkpoint_method!r}",
+                remedy=f"call one of {', '.join(steps)}",
+            )
+        return steps[checkpoint_method](**(method_kwargs or {}))
+
+    def _refit_total_memory_bytes(self) -> int:
+        return worker_total_memory_bytes(self.workers_on_host)
+
+    def _refit_send(
+        self, sender: RefitSender, kv_scales: Mapping[str, float] | None = None
+    ) -> WorkerTransfer:
+        return sender.send(self._refit_weights(kv_scales), weight_version=self.weight_version())
+
+    def _refit_weights(
+        self, kv_scales: Mapping[str, float] | None
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        yield from self.iter_refit_weights()
+        for name, scale in (kv_scales or {}).items():
+            yield name, torch.tensor(scale, dtype=torch.float32)

@@ -1,0 +1,214 @@
+"""The receiving half of a refit on one rollout rank, whatever model it updates.
+
+`RefitReceiver` runs the checkpoint engine's life cycle and keeps the rank's life-cycle state.
+Rules kept here: an update is begun when its first weights are there and not before, so that a
+stream that never came costs nothing; it is finished or aborted before `update` returns; and the
+state says poisoned unless every weight is known to be in place.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from returns.pipeline import is_successful
+from returns.result import Result
+
+from rollsync.pure.refit import RefitError as RefitErrorValue
+from rollsync.pure.refit import TensorSpec, describe, rollout_rank
+from rollsync.pure.refit.lifecycle import (
+    BeginUpdate,
+    Connect,
+    Disconnect,
+    EngineEvent,
+    EngineState,
+    Fail,
+    FinishUpdate,
+    Unconnected,
+    apply,
+)
+from rollsync.shell.refit.engine_slot import EngineSlot
+from rollsync.shell.refit.engines import CheckpointEngine
+from rollsync.shell.refit.errors import RefitConfigurationError, RefitError
+from rollsync.shell.refit.report import WorkerTransfer
+from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME, WeightChecker
+
+_T = TypeVar("_T")
+Batch = Sequence[tuple[str, torch.Tensor]]
+
+
+class ModelUpdate(Protocol):
+    """One whole update of a model; a batch may be reused once `load` has returned."""
+
+    def start(self) -> None: ...
+
+    def load(self, batch: Batch, /) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass
+class _Tally:
+    tensors: int = 0
+    payload_bytes: int = 0
+    batches: int = 0
+    load_s: float = 0.0
+    finish_s: float = 0.0
+
+
+class RefitReceiver:
+    """A rollout rank's end of the checkpoint engine, and what the rank may generate with.
+
+    Args:
+        local_rank: the rank in its engine's process group.
+        engine_world_size: the size of that group.
+        update: makes the update of this rank's model.
+    """
+
+    def __init__(
+        self, *, local_rank: int, engine_world_size: int, update: Callable[[], ModelUpdate]
+    ) -> None:
+        self._local_rank = local_rank
+        self._engine_world_size = engine_world_size
+        self._make_update = update
+        self._slot = EngineSlot()
+        self._declared: Mapping[str, TensorSpec] | None = None
+        self._rollout_rank = local_rank
+        self.state: EngineState = Unconnected()
+
+    def declare(self, declared: Mapping[str, TensorSpec] | None) -> None:
+        """Takes what the policy will send; later streams are checked against it."""
+        self._declared = declared
+
+    def init(self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, object]) -> None:
+        """Makes the checkpoint engine, unless it is there already."""
+        self._slot.init(backend, bucket_size_bytes, engine_kwargs)
+
+    def prepare(self) -> object:
+        """Reserves the engine's buffers; answers its metadata, a mapping with the rank added."""
+        return self._slot.prepare(self._local_rank)
+
+    def init_process_group(
+        self,
+        rank_prefix: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: list[object],
+    ) -> None:
+        """Connects to the policy's workers.
+
+        Args:
+            rank_prefix: rollout workers in the engines before this one.
+            train_world_size: policy workers.
+            rollout_world_size: rollout workers of all engines.
+            metadata: what every worker answered to `prepare`, policy workers first.
+        """
+        engine = self._slot.engine
+        self._rollout_rank = _accepted(
+            rollout_rank(
+                rank_prefix=rank_prefix,
+                local_rank=self._local_rank,
+                engine_world_size=self._engine_world_size,
+                rollout_world_size=rollout_world_size,
+            )
+        )
+        engine.init_rollout_process_group(
+            rollout_rank=self._rollout_rank,
+            train_world_size=train_world_size,
+            rollout_world_size=rollout_world_size,
+            metadata=metadata,
+        )
+        self._apply(Connect())
+
+    def finalize(self) -> None:
+        """Gives back what `prepare` reserved; the weights stay."""
+        if self._slot.finalize():
+            self._apply(Disconnect())
+
+    def update(self) -> WorkerTransfer:
+        """Receives and loads one whole stream.
+
+        Raises:
+            Exception: whatever went wrong; the state says whether the weights are a mixture.
+        """
+        engine = self._slot.engine
+        # Nothing may be waited for that could not begin.
+        _accepted(apply(self.state, BeginUpdate(self._next_version())))
+        update = self._make_update()
+        try:
+            return asyncio.run(self._update(engine, update))
+        except BaseException as error:
+            self._apply(Fail(f"{type(error).__name__}: {error}"))
+            update.abort()
+            raise
+
+    async def _update(self, engine: CheckpointEngine, update: ModelUpdate) -> WorkerTransfer:
+        started_s = time.perf_counter()
+        checker = WeightChecker(self._declared, whole_tensors=not engine.shard_expert_weights)
+        tally = _Tally()
+        version: int | None = None
+        async with aclosing(engine.receive_weight_batches()) as batches:
+            async for received in batches:
+                batch: Batch = received
+                if version is None:
+                    version, batch = self._first(received)
+                    self._apply(BeginUpdate(version))
+                    update.start()
+                _load(update, checker, batch, tally)
+        if version is None:
+            raise RefitError(
+                "the stream of weights was empty", remedy="yield weights from the policy's iterator"
+            )
+        checker.check_complete()
+        closing_s = time.perf_counter()
+        update.finish()
+        self._apply(FinishUpdate(version))
+        done_s = time.perf_counter()
+        return WorkerTransfer(
+            role="rollout",
+            rank=self._rollout_rank,
+            weight_version=version,
+            tensors=tally.tensors,
+            payload_bytes=tally.payload_bytes,
+            batches=tally.batches,
+            stage_s={
+                "receive": closing_s - started_s - tally.load_s,
+                "load": tally.load_s,
+                "finish": done_s - closing_s,
+            },
+        )
+
+    def _first(self, batch: Batch) -> tuple[int, Batch]:
+        """The version that a stream is of, and its first batch without it."""
+        if batch and batch[0][0] == WEIGHT_VERSION_NAME:
+            return int(batch[0][1].item()), batch[1:]
+        # A policy that is not rollsync's names no version: then syncs are counted.
+        return self._next_version(), batch
+
+    def _next_version(self) -> int:
+        version: int | None = getattr(self.state, "version", None)
+        return 0 if version is None else version + 1
+
+    def _apply(self, event: EngineEvent) -> None:
+        self.state = _accepted(apply(self.state, event))
+
+
+def _load(update: ModelUpdate, checker: WeightChecker, batch: Batch, tally: _Tally) -> None:
+    started_s = time.perf_counter()
+    update.load(checker.check(batch))
+    tally.load_s += time.perf_counter() - started_s
+    tally.tensors += len(batch)
+    tally.payload_bytes += sum(tensor.nbytes for _, tensor in batch)
+    tally.batches += 1
+
+
+def _accepted(result: Result[_T, RefitErrorValue]) -> _T:
+    if not is_successful(result):
+        error = result.failure()
+        raise RefitConfigurationError(describe(error), error=error)
+    return result.unwrap()

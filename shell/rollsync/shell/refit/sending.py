@@ -1,0 +1,83 @@
+"""The sending half of a refit on one policy rank, whatever module it sends.
+
+Rule kept here: the iterator is consumed to its end on every rank, also on one that feeds nobody,
+because advancing it may be a collective of all ranks.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from rollsync.shell.refit.engine_slot import EngineSlot
+from rollsync.shell.refit.report import WorkerTransfer
+from rollsync.shell.refit.weights import with_version
+
+
+class RefitSender:
+    """A policy rank's end of the checkpoint engine.
+
+    Args:
+        rank: the rank among the policy's workers.
+    """
+
+    def __init__(self, *, rank: int) -> None:
+        self._rank = rank
+        self._slot = EngineSlot()
+
+    def init(self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, object]) -> None:
+        """Makes the checkpoint engine, unless it is there already."""
+        self._slot.init(backend, bucket_size_bytes, engine_kwargs)
+
+    def prepare(self) -> object:
+        """Reserves the engine's buffers; answers its metadata, a mapping with the rank added."""
+        return self._slot.prepare(self._rank)
+
+    def init_process_group(
+        self, *, metadata: list[object], train_world_size: int, rollout_world_size: int
+    ) -> None:
+        """Connects to the rollout workers; `metadata` is every worker's, policy workers first."""
+        self._slot.engine.init_policy_process_group(
+            worker_rank=self._rank,
+            train_world_size=train_world_size,
+            rollout_world_size=rollout_world_size,
+            metadata=metadata,
+        )
+
+    def send(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> WorkerTransfer:
+        """Sends one whole stream, in front of it its version."""
+        engine = self._slot.engine
+        counted = _Counted(weights)
+        started_s = time.perf_counter()
+        asyncio.run(engine.send_weights(with_version(counted, weight_version)))
+        return WorkerTransfer(
+            role="policy",
+            rank=self._rank,
+            weight_version=weight_version,
+            tensors=counted.tensors,
+            payload_bytes=counted.payload_bytes,
+            batches=0,
+            stage_s={"send": time.perf_counter() - started_s},
+        )
+
+    def finalize(self) -> None:
+        """Gives back what `prepare` reserved."""
+        self._slot.finalize()
+
+
+class _Counted:
+    """A stream that knows how much of it has passed."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self.tensors = 0
+        self.payload_bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._weights:
+            yield name, tensor
+            self.tensors += 1
+            self.payload_bytes += tensor.nbytes

@@ -1,0 +1,142 @@
+"""One weight update of a vLLM model, from its first batch to its last.
+
+An update is one layerwise reload: started once, fed every batch, finished once, or aborted. Rules
+kept here: a batch may be reused by its owner as soon as `load` returns; after `finish` the device
+has done everything; after `abort` the next update starts as if this one had never been, although
+the weights are a mixture until it succeeds.
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+import vllm
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from rollsync.shell.refit.errors import RefitError, UnsupportedVllm, WeightMismatch
+
+OLDEST_VLLM = (0, 16)
+NEWEST_VLLM = (0, 33)
+"""The range of vLLM releases, both ends included, whose reload interfaces are these."""
+
+
+def check_vllm_version(version: str = vllm.__version__) -> None:
+    """Refuses a vLLM that this module was not written for.
+
+    Raises:
+        UnsupportedVllm: when `version` is not in the range from `OLDEST_VLLM` to `NEWEST_VLLM`.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not OLDEST_VLLM <= release <= NEWEST_VLLM:
+        oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST_VLLM, NEWEST_VLLM))
+        raise UnsupportedVllm(
+            f"vLLM {version} is outside the supported range {oldest} to {newest}",
+            remedy=f"install vllm>={oldest},<={newest}.*",
+        )
+
+
+class VllmModelUpdate:
+    """An update of one model.
+
+    Args:
+        vllm_config: the engine's configuration.
+        model_config: the configuration of `model`, which may be a draft model's.
+        model: what to update, on this worker.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, model: torch.nn.Module
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._model_config = model_config
+        self._model = model
+        load_weights: object = getattr(model, "load_weights", None)
+        if not callable(load_weights):
+            raise RefitError(f"{type(model).__name__} cannot load weights")
+        self._load_weights = load_weights
+        self._active = False
+        self._missing: set[str] = set()
+
+    def start(self) -> None:
+        """Opens the update; the model cannot run until `finish` or `abort`."""
+        if self._active:
+            raise RefitError("a weight update of this model is active already")
+        self._active = True
+        # The reload replaces parameters, but no names.
+        self._missing = {name for name, _ in self._model.named_parameters()}
+        with set_current_vllm_config(self._vllm_config):
+            initialize_layerwise_reload(self._model)
+
+    def load(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Loads full tensors under their checkpoint names; returns when they are on the device."""
+        if not self._active:
+            raise RefitError("weights arrived outside a weight update")
+        with set_current_vllm_config(self._vllm_config):
+            loaded = self._load_weights(iter(batch))
+        # A model without a record of what it loaded, like vLLM's own loader, is not checked.
+        self._missing = set() if loaded is None else self._missing.difference(loaded)
+        self._keep_what_waits(batch)
+        _synchronize_device()
+
+    def finish(self) -> None:
+        """Closes the update: every layer holds its new weights, processed for its kernels.
+
+        Raises:
+            WeightMismatch: when a parameter got no weights; the update stays open for `abort`.
+        """
+        if not self._active:
+            raise RefitError("no weight update of this model is active")
+        if self._missing and self._model_config.quantization is None:
+            raise WeightMismatch(
+                f"the stream ended without weights for {len(self._missing)} parameters of the "
+                f"model, of which {min(self._missing)!r} is one",
+                tensor=min(self._missing),
+                remedy="send every weight that the engine's checkpoint holds",
+            )
+        with set_current_vllm_config(self._vllm_config):
+            finalize_layerwise_reload(self._model, self._model_config)
+        _synchronize_device()
+        self._active = False
+
+    def abort(self) -> None:
+        """Closes a failed update: no layer waits for weights any more. Does nothing without one."""
+        if not self._active:
+            return
+        for layer in self._model.modules():
+            waiting = get_layerwise_info(layer)
+            if waiting.can_load():
+                # With nothing loaded, finalizing puts the layer's own tensors back in place.
+                waiting.loaded_weights.clear()
+                waiting.load_numel = 0
+        with set_current_vllm_config(self._vllm_config):
+            finalize_layerwise_reload(self._model, self._model_config)
+        _synchronize_device()
+        self._active = False
+
+    def _keep_what_waits(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Copies those weights of the batch that a layer still waits with.
+
+        A layer is loaded when its last weight is there, and until then holds on to views of the
+        batch's memory, which the next batch overwrites.
+        """
+        borrowed = {tensor.untyped_storage().data_ptr() for _, tensor in batch}
+        for layer in self._model.modules():
+            for _, call in get_layerwise_info(layer).loaded_weights:
+                for argument, value in call.arguments.items():
+                    if (
+                        isinstance(value, torch.Tensor)
+                        and value.device.type != "meta"
+                        and value.untyped_storage().data_ptr() in borrowed
+                    ):
+                        call.arguments[argument] = value.clone()
+
+
+def _synchronize_device() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,92 @@
+"""The receiving half of a refit inside each of vLLM's workers, as its `worker_extension_cls`.
+
+vLLM makes `RefitWorkerExtension` a base of its worker, and `collective_rpc` calls these methods by
+name, as NeMo-RL's generation does too. Rules kept here: no name collides with the worker's own,
+and arguments and answers are plain values, because vLLM's own transport carries nothing else.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from rollsync.pure.refit import TensorSpec
+from rollsync.shell.refit.host_memory import worker_total_memory_bytes
+from rollsync.shell.refit.receiving import RefitReceiver
+from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WORKER_EXTENSION = "rollsync.shell.refit.vllm_worker.RefitWorkerExtension"
+"""What to give vLLM as `worker_extension_cls`."""
+
+
+class RefitWorkerExtension:
+    """Methods of a vLLM worker for the checkpoint engine's life cycle."""
+
+    if TYPE_CHECKING:
+        # The worker's own attributes.
+        vllm_config: VllmConfig
+        model_runner: Any
+
+    _refit_receiver: RefitReceiver | None = None
+
+    def checkpoint_engine_total_memory_bytes(self) -> int:
+        """Total memory of this worker, in bytes."""
+        return worker_total_memory_bytes(self.vllm_config.parallel_config.world_size)
+
+    def declare_refit_weights(self, declared: list[object] | None) -> None:
+        """Takes the plain form of what the policy will send."""
+        specs = msgspec.convert(declared, list[TensorSpec] | None)
+        self._refit().declare(None if specs is None else {spec.name: spec for spec in specs})
+
+    def init_checkpoint_engine(
+        self, backend: str, bucket_size_bytes: int, engine_kwargs: Mapping[str, object]
+    ) -> None:
+        """Makes the checkpoint engine, unless it is there already."""
+        self._refit().init(backend, bucket_size_bytes, dict(engine_kwargs))
+
+    def prepare_checkpoint_engine(self) -> object:
+        """Reserves the engine's buffers; answers its metadata with this worker's rank."""
+        return self._refit().prepare()
+
+    def init_checkpoint_engine_process_group(
+        self,
+        rank_prefix: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: list[object],
+    ) -> None:
+        """Connects to the policy's workers."""
+        self._refit().init_process_group(
+            rank_prefix, train_world_size, rollout_world_size, metadata
+        )
+
+    def update_weights_from_checkpoint_engine(self) -> object:
+        """Receives and loads one whole stream; answers a `WorkerTransfer` in plain form."""
+        return msgspec.to_builtins(self._refit().update())
+
+    def finalize_checkpoint_engine(self) -> None:
+        """Gives back what the engine reserved."""
+        self._refit().finalize()
+
+    def refit_state(self) -> object:
+        """This worker's life-cycle state, in plain form."""
+        return msgspec.to_builtins(self._refit().state)
+
+    def _refit(self) -> RefitReceiver:
+        if self._refit_receiver is None:
+            check_vllm_version()
+            self._refit_receiver = RefitReceiver(
+                local_rank=torch.distributed.get_rank(),
+                engine_world_size=torch.distributed.get_world_size(),
+                update=self._refit_update,
+            )
+        return self._refit_receiver
+
+    def _refit_update(self) -> VllmModelUpdate:
+        return VllmModelUpdate(
+            self.vllm_config, self.vllm_config.model_config, self.model_runner.get_model()
+        )

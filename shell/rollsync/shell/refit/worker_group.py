@@ -1,0 +1,147 @@
+"""Ray actors as the groups that a weight synchronizer drives.
+
+Rule kept here: a group's `workers` has one entry per rank, engine by engine, although an engine's
+ranks may live behind one actor, which is then the one that is called.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.generation import Completion, SamplingSettings
+
+Actor: TypeAlias = "ActorHandle[Any]"
+"""A handle whose methods are called by name: which class it is of, the caller knows."""
+
+
+class RayWorkerGroup:
+    """Actors that are each the leader of equally many ranks.
+
+    Args:
+        leaders: the actors, in rank order.
+        ranks_per_leader: how many ranks each of them leads, itself included.
+    """
+
+    def __init__(self, leaders: Sequence[Actor], *, ranks_per_leader: int = 1) -> None:
+        self.leaders = list(leaders)
+        self.workers = [leader for leader in leaders for _ in range(ranks_per_leader)]
+
+    def run_all_workers_single_data(
+        self,
+        method_name: str,
+        run_rank_0_only_axes: Sequence[str] | None = None,
+        **kwargs: object,
+    ) -> list[ObjectRef[object]]:
+        """Runs a method on every leader, each with the same arguments.
+
+        Args:
+            method_name: the actors' method.
+            run_rank_0_only_axes: taken as said: a leader hands the call on to its ranks itself.
+            kwargs: the method's arguments.
+        """
+        return [_remote(leader, method_name, **kwargs) for leader in self.leaders]
+
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        run_rank_0_only_axes: Sequence[str] | None = None,
+        common_kwargs: Mapping[str, object] | None = None,
+        **kwargs: object,
+    ) -> list[ObjectRef[object]]:
+        """Runs a method on every leader, each with its own arguments.
+
+        Args:
+            method_name: the actors' method.
+            run_rank_0_only_axes: taken as said: a leader hands the call on to its ranks itself.
+            common_kwargs: arguments that all leaders get.
+            kwargs: by name, a list with one argument per leader.
+
+        Raises:
+            RefitConfigurationError: when a list is not as long as there are leaders.
+        """
+        of_each: list[dict[str, object]] = [dict(common_kwargs or {}) for _ in self.leaders]
+        for name, values in kwargs.items():
+            if not isinstance(values, list | tuple) or len(values) != len(self.leaders):
+                raise RefitConfigurationError(
+                    f"{method_name} takes one {name!r} for each of {len(self.leaders)} leaders, "
+                    f"and was given {values!r}"
+                )
+            for arguments, value in zip(of_each, values, strict=True):
+                arguments[name] = value
+        return [
+            _remote(leader, method_name, **arguments)
+            for leader, arguments in zip(self.leaders, of_each, strict=True)
+        ]
+
+
+class PolicyGroup:
+    """A policy's workers, one actor per trainer rank, each with `PolicyRefitMixin`."""
+
+    def __init__(self, workers: Sequence[Actor]) -> None:
+        self.worker_group = RayWorkerGroup(workers)
+
+    def prepare_refit_info(self) -> object:
+        """What the policy will send, as its first worker says."""
+        return ray.get(_remote(self.worker_group.leaders[0], "prepare_refit_info"))
+
+
+class GenerationGroup:
+    """Generation engines, one actor each, as a synchronizer and a rollout see them.
+
+    Args:
+        engines: the actors.
+        ranks_per_engine: tensor times pipeline parallel ranks of each engine.
+        async_engine: whether the actors' methods are coroutines.
+    """
+
+    def __init__(
+        self, engines: Sequence[Actor], *, ranks_per_engine: int = 1, async_engine: bool = True
+    ) -> None:
+        self.worker_group = RayWorkerGroup(engines, ranks_per_leader=ranks_per_engine)
+        self.dp_size = len(self.worker_group.leaders)
+        self.cfg: Mapping[str, object] = {"vllm_cfg": {"async_engine": async_engine}}
+        self._running = [0] * self.dp_size
+
+    def prepare_refit_info(self, refit_info: object) -> None:
+        """Tells every engine what the policy will send."""
+        ray.get([_remote(e, "prepare_refit_info", refit_info) for e in self.worker_group.leaders])
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingSettings,
+        *,
+        seed: int,
+        weight_version: int | None = None,
+    ) -> list[Completion]:
+        """Samples completions on the engine that has least to do; see `GenerationEngine`."""
+        chosen = self._running.index(min(self._running))
+        self._running[chosen] += 1
+        try:
+            engine = self.worker_group.leaders[chosen]
+            completions: list[Completion] = await _remote(
+                engine,
+                "generate",
+                prompt_token_ids,
+                sampling,
+                seed=seed,
+                weight_version=weight_version,
+            )
+            return completions
+        finally:
+            self._running[chosen] -= 1
+
+    async def weight_version(self) -> int | None:
+        """The version that all engines serve now, None unless all of them serve the same."""
+        refs = [_remote(engine, "weight_version") for engine in self.worker_group.leaders]
+        versions: list[int | None] = [await ref for ref in refs]
+        return versions[0] if len(set(versions)) == 1 else None
+
+
+def _remote(actor: Actor, method_name: str, *args: object, **kwargs: object) -> "ObjectRef[Any]":
+    ref: ObjectRef[Any] = getattr(actor, method_name).remote(*args, **kwargs)
+    return ref

@@ -1,0 +1,78 @@
+"""Tiny Qwen2 models with random weights, and a policy worker that moves one of them."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rollsync.pure.refit import TensorSpec
+from rollsync.shell.refit.policy_worker import PolicyRefitMixin
+from rollsync.shell.refit.weights import checkpoint_weights, declare_weights
+
+VOCABULARY = 96
+
+
+def make_model(*, tied: bool = False, seed: int = 0) -> Qwen2ForCausalLM:
+    """A model of two layers, in float32."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def save_model(folder: Path, *, tied: bool = False, seed: int = 0) -> str:
+    """Saves such a model in Hugging Face's layout; answers its path."""
+    make_model(tied=tied, seed=seed).save_pretrained(folder)
+    return str(folder)
+
+
+class TinyPolicy(PolicyRefitMixin):
+    """A policy worker whose steps are random, and as large as training's are after a while."""
+
+    def __init__(self, *, tied: bool = False, rank: int = 0) -> None:
+        self.model = make_model(tied=tied)
+        self.version = 0
+        self.fail_after: int | None = None
+        self._rank = rank
+
+    @property
+    def refit_rank(self) -> int:
+        return self._rank
+
+    def weight_version(self) -> int:
+        return self.version
+
+    def iter_refit_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        for sent, item in enumerate(checkpoint_weights(self.model)):
+            if sent == self.fail_after:
+                raise ArithmeticError(f"the iterator broke at {item[0]}")
+            yield item
+
+    def prepare_refit_info(self) -> Mapping[str, TensorSpec]:
+        return declare_weights(self.model)
+
+    def step(self, folder: str | None = None) -> int:
+        """Moves the weights, saves them when a folder is given, and answers the new version."""
+        self.version += 1
+        torch.manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        if folder is not None:
+            self.model.save_pretrained(folder)
+        return self.version
+
+    def break_after(self, tensors: int | None) -> None:
+        """Makes the next streams end in an error after so many weights; None makes them whole."""
+        self.fail_after = tensors
