@@ -1,8 +1,6 @@
-"""The transports that carry weights, behind one contract.
+"""Checkpoint engines: the contract, the factory, and the built-in engines by name."""
 
-The modules: `base` (the contract, and engines by name).
-"""
+from rollsync.shell.refit.engines.base import Batch, CheckpointEngine, Weights
+from rollsync.shell.refit.engines.factory import create_checkpoint_engine
 
-from rollsync.shell.refit.engines.base import CheckpointEngine, create_checkpoint_engine
-
-__all__ = ["CheckpointEngine", "create_checkpoint_engine"]
+__all__ = ["Batch", "CheckpointEngine", "Weights", "create_checkpoint_engine"]

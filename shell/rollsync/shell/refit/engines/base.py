@@ -1,45 +1,46 @@
-"""The contract between a refit and the transport that carries its weights.
+"""The contract of a checkpoint engine: how one worker's weights reach other workers.
 
-It is NeMo-RL's, so that an engine written for one runs in the other. Rule kept here: an engine is
-named, and imported when it is needed: a built-in by its short name, any other as `module:Class`.
+It is the reference's plug-in contract (NeMo-RL, and verl's before it), so that an engine written
+for one runs in the other. The life of an engine: made with a bucket size, `prepare` (its metadata
+goes to every worker), one of the two `init_*_process_group`, then a stream at a time, `finalize`;
+after that it may be prepared again.
 """
 
-import importlib
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Generator, Mapping
-from typing import Final
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import ClassVar
 
 import torch
 
-from rollsync.shell.refit.errors import RefitConfigurationError
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""A stream: name and tensor, in the order in which they are sent. Consumed once."""
 
-BUILT_IN: Final[Mapping[str, str]] = {
-    "shm": "rollsync.shell.refit.engines.shm:ShmCheckpointEngine",
-    "nixl": "rollsync.shell.refit.engines.nixl:NixlCheckpointEngine",
-}
-"""The engines that have a short name."""
+Batch = list[tuple[str, torch.Tensor]]
+"""Received tensors, whole. They are valid until the next batch is asked for."""
 
 
 class CheckpointEngine(ABC):
-    """One worker's end of a transport for weights.
+    """Moves streams of weights from policy workers to rollout workers.
 
     Args:
-        bucket_size: bytes of one transfer buffer.
-        engine_kwargs: the backend's options.
+        bucket_size: bytes of one transfer buffer; a worker has two.
+        engine_kwargs: the backend's own options.
     """
 
-    shard_expert_weights: bool = False
-    """Whether the policy sends each rollout rank only the experts that it holds."""
+    shard_expert_weights: ClassVar[bool] = False
+    """Whether a rollout worker receives only the experts that it owns."""
 
     @abstractmethod
     def __init__(self, bucket_size: int, **engine_kwargs: object) -> None: ...
 
     @abstractmethod
-    def prepare(self) -> object:
-        """Reserves the buffers; answers what the peers need to connect."""
+    def prepare(self) -> dict[str, object]:
+        """Reserve buffers; the metadata by which other workers reach this one."""
 
     def get_target_weight_layout(self) -> object:
-        """On a policy worker, what its rollout peer holds; None without a peer."""
+        """What part of each tensor a rollout worker keeps; None: all of every tensor."""
         return None
 
     @abstractmethod
@@ -49,9 +50,14 @@ class CheckpointEngine(ABC):
         worker_rank: int,
         train_world_size: int,
         rollout_world_size: int,
-        metadata: list[object],
+        metadata: Sequence[object],
     ) -> None:
-        """Connects a policy worker; `metadata` is every worker's, policy workers first."""
+        """Learn where the rollout workers are.
+
+        Args:
+            worker_rank: this policy worker's rank.
+            metadata: what every worker's `prepare` answered, policy workers first.
+        """
 
     @abstractmethod
     def init_rollout_process_group(
@@ -60,43 +66,19 @@ class CheckpointEngine(ABC):
         rollout_rank: int,
         train_world_size: int,
         rollout_world_size: int,
-        metadata: list[object],
+        metadata: Sequence[object],
     ) -> None:
-        """Connects a rollout worker; `metadata` is every worker's, policy workers first."""
+        """Learn where the policy workers are. `rollout_rank` is among all rollout workers."""
 
     @abstractmethod
-    async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
-        """Sends one stream; the generator is consumed once, to its end."""
+    async def send_weights(self, weights: Weights) -> None:
+        """Send one stream. `weights` is consumed to its end also by a worker that feeds nobody."""
 
     @abstractmethod
-    def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
-        """Yields one stream's weights; a batch is valid until the next is asked for."""
+    def receive_weight_batches(self) -> AsyncGenerator[Batch, None]:
+        """Receive one stream. A batch is released when the next one is asked for, so whoever loads
+        it has to be done with it by then, on the device too."""
 
     @abstractmethod
     def finalize(self) -> None:
-        """Gives back what `prepare` reserved, as far as the options say so."""
-
-
-def create_checkpoint_engine(
-    backend: str, *, bucket_size_bytes: int, engine_kwargs: Mapping[str, object]
-) -> CheckpointEngine:
-    """Makes an engine.
-
-    Args:
-        backend: a name of `BUILT_IN`, or `module:ClassName`.
-        bucket_size_bytes: bytes of one transfer buffer.
-        engine_kwargs: the backend's options.
-
-    Raises:
-        RefitConfigurationError: when there is no such engine.
-    """
-    module_name, _, class_name = BUILT_IN.get(backend, backend).partition(":")
-    try:
-        engine_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RefitConfigurationError(
-            f"there is no checkpoint engine {backend!r}: {error}",
-            remedy=f"name one of {', '.join(BUILT_IN)} or module:ClassName",
-        ) from error
-    engine: CheckpointEngine = engine_class(bucket_size_bytes, **engine_kwargs)
-    return engine
+        """Give back everything that `prepare` reserved."""

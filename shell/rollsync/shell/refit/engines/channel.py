@@ -1,0 +1,186 @@
+"""One end of a stream's control connection: whole, authenticated messages over a socket.
+
+Rules kept here: a frame's length is checked before anything is allocated for it; its code is
+checked before it is decoded; every wait has a deadline; and an ended connection is noticed at once.
+
+A frame is length (4 bytes, big endian), code (16 bytes, keyed BLAKE2b over the frame's number, the
+sender's side and the message), and the message, an envelope of kind `refit.control`. The key is
+made from the run's secret and both ends' nonces, so that no frame of another stream fits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import socket
+import struct
+from typing import Literal
+
+from returns.pipeline import is_successful
+
+from rollsync.codecs import describe
+from rollsync.codecs.refit.control import CONTROL_MESSAGE
+from rollsync.pure.refit.control import ControlBody, ControlMessage, Failed
+from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost, PeerRefused, TransferTimeout
+
+Side = Literal["sender", "receiver"]
+
+NONCE_BYTES = 16
+_CODE_BYTES = 16
+_LENGTH = struct.Struct(">I")
+_NUMBER = struct.Struct(">Q")
+GREETING_LIMIT_BYTES = 4096
+"""Longest frame of a peer that has proved nothing yet."""
+FRAME_LIMIT_BYTES = 256 * 1024 * 1024
+"""Longest frame of an authenticated peer: the announcement of a bucket of very small tensors."""
+
+
+def proof(secret: bytes, side: Side, *nonces: bytes) -> bytes:
+    """What shows that `side` knows the secret, for these nonces only."""
+    return hmac.new(secret, b"|".join((side.encode(), *nonces)), hashlib.sha256).digest()
+
+
+class ControlChannel:
+    """Sends and receives control messages.
+
+    Args:
+        connection: a connected, non-blocking stream socket.
+        side: which end this is.
+        rank: this worker in words, for errors.
+        peer: the other worker in words, for errors.
+        timeout_s: how long one wait may take.
+    """
+
+    def __init__(
+        self, connection: socket.socket, *, side: Side, rank: str, peer: str, timeout_s: float
+    ) -> None:
+        self.connection = connection
+        self.peer = peer
+        self._side = side
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._key = b""
+        self._sent = 0
+        self._received = 0
+        self._limit = GREETING_LIMIT_BYTES
+        self.stage = "connected"
+        self.tensor = ""
+
+    def authenticate(self, secret: bytes, *nonces: bytes) -> None:
+        """From here on frames carry codes of this stream, and may be long."""
+        self._key = hashlib.blake2b(b"|".join(nonces), key=secret, digest_size=32).digest()
+        self._limit = FRAME_LIMIT_BYTES
+
+    def continue_from(self, earlier: ControlChannel) -> None:
+        """Count frames on from those that `earlier` exchanged over the same connection."""
+        self._sent, self._received = earlier._sent, earlier._received
+
+    async def send(self, body: ControlBody) -> bytes:
+        """Send one message; the bytes of the message."""
+        message = CONTROL_MESSAGE.encode(ControlMessage(body=body))
+        other: Side = "receiver" if self._side == "sender" else "sender"
+        code = self._code(self._side, self._sent, message)
+        self._sent += 1
+        loop = asyncio.get_running_loop()
+        frame = _LENGTH.pack(len(message)) + code + message
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await loop.sock_sendall(self.connection, frame)
+        except TimeoutError as error:
+            raise self._timeout(f"the {other} took no message") from error
+        except OSError as error:
+            raise self._lost() from error
+        return message
+
+    async def receive(self) -> tuple[ControlBody, bytes]:
+        """The next message and its bytes.
+
+        Raises:
+            PeerFailed: the other end gave up; its reason is in the error.
+            PeerLost: the connection ended.
+            PeerRefused: the frame is too long, has a wrong code, or is no control message.
+            TransferTimeout: nothing came in time.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                head = await self._exactly(_LENGTH.size + _CODE_BYTES)
+                (length,) = _LENGTH.unpack_from(head)
+                if length > self._limit:
+                    raise self._refused(f"a frame of {length} bytes is too long")
+                message = await self._exactly(length)
+        except TimeoutError as error:
+            raise self._timeout(f"{self.peer} said nothing") from error
+        except OSError as error:
+            raise self._lost() from error
+        other: Side = "receiver" if self._side == "sender" else "sender"
+        code = self._code(other, self._received, message)
+        if not hmac.compare_digest(code, head[_LENGTH.size :]):
+            raise self._refused("a frame with a wrong code")
+        self._received += 1
+        decoded = CONTROL_MESSAGE.decode(message)
+        if not is_successful(decoded):
+            raise self._refused(describe(decoded.failure()))
+        body = decoded.unwrap().body
+        if isinstance(body, Failed):
+            at = f", at tensor {body.tensor}" if body.tensor else ""
+            raise PeerFailed(
+                f"{self.peer} failed while it {body.stage}{at}: {body.message}",
+                rank=self._rank,
+                stage=self.stage,
+                tensor=body.tensor,
+            )
+        return body, message
+
+    def unexpected(self, body: ControlBody) -> PeerRefused:
+        """The error for a message that has no place here."""
+        return self._refused(f"an unexpected message, {type(body).__name__}")
+
+    def close(self) -> None:
+        """End the connection."""
+        self.connection.close()
+
+    async def _exactly(self, count: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        parts: list[bytes] = []
+        while count:
+            part = await loop.sock_recv(self.connection, min(count, 1 << 20))
+            if not part:
+                raise self._lost()
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _code(self, side: Side, number: int, message: bytes) -> bytes:
+        keyed = hashlib.blake2b(key=self._key, digest_size=_CODE_BYTES)
+        keyed.update(side.encode())
+        keyed.update(_NUMBER.pack(number))
+        keyed.update(message)
+        return keyed.digest()
+
+    def _timeout(self, what: str) -> TransferTimeout:
+        return TransferTimeout(
+            f"{what} for {self._timeout_s:g} s",
+            rank=self._rank,
+            stage=self.stage,
+            tensor=self.tensor,
+            remedy="see the other worker's log; raise refit_timeout_s if it is only slow",
+        )
+
+    def _lost(self) -> PeerLost:
+        return PeerLost(
+            f"{self.peer} is gone",
+            rank=self._rank,
+            stage=self.stage,
+            tensor=self.tensor,
+            remedy="see that worker's log for why it ended",
+        )
+
+    def _refused(self, why: str) -> PeerRefused:
+        return PeerRefused(
+            f"{self.peer} sent {why}",
+            rank=self._rank,
+            stage=self.stage,
+            tensor=self.tensor,
+            remedy="make sure that both ends are of one run and one version of rollsync",
+        )

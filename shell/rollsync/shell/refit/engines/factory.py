@@ -1,0 +1,43 @@
+"""Makes a checkpoint engine by name."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+
+from rollsync.shell.refit.engines.base import CheckpointEngine
+from rollsync.shell.refit.errors import RefitConfigurationError
+
+BUILT_IN: Mapping[str, str] = {"shm": "rollsync.shell.refit.engines.shm:ShmCheckpointEngine"}
+"""Loaded when asked for, so that no engine's packages are needed by another's users."""
+
+
+def create_checkpoint_engine(
+    backend: str, *, bucket_size_bytes: int, engine_kwargs: Mapping[str, object]
+) -> CheckpointEngine:
+    """An engine of a built-in name, or of the class `module:ClassName`.
+
+    Raises:
+        RefitConfigurationError: there is no such engine, or it does not take the options.
+    """
+    target = BUILT_IN.get(backend, backend)
+    if ":" not in target:
+        raise RefitConfigurationError(
+            f"there is no checkpoint engine {backend!r}",
+            remedy=f"use one of {', '.join(sorted(BUILT_IN))}, or `module:ClassName`",
+        )
+    try:
+        engine_class = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RefitConfigurationError(
+            f"the checkpoint engine {backend!r} cannot be loaded: {error}",
+            remedy="install its package, or correct the name `module:ClassName`",
+        ) from error
+    try:
+        engine: CheckpointEngine = engine_class(bucket_size_bytes, **engine_kwargs)
+    except TypeError as error:
+        raise RefitConfigurationError(
+            f"the checkpoint engine {backend!r} does not take these options: {error}",
+            remedy=f"correct checkpoint_engine.engine_kwargs.{backend}",
+        ) from error
+    return engine

@@ -1,0 +1,206 @@
+"""Tensors into buckets, and back: what the bucket plan says, carried out on memory.
+
+Rules kept here: where a piece lies is decided by `rollsync.pure.refit`, tensor by tensor; what is
+sent is a tensor's logical contents, whatever its strides; and a received stream is checked against
+the announcements as it comes (order, offsets, coverage), before any byte of it is handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rollsync.pure.refit import (
+    DTYPE_BYTES,
+    Chunk,
+    Cursor,
+    TensorSpec,
+    check_tensor,
+    describe,
+    place_tensor,
+)
+from rollsync.pure.refit.control import Piece
+from rollsync.shell.refit.engines.base import Batch
+from rollsync.shell.refit.errors import RefitError
+
+
+class StreamError(RefitError):
+    """A stream that breaks its own rules: a name twice, a type unknown, bytes missing."""
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """What `tensor` is, in pure's words."""
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of that name.
+
+    Raises:
+        StreamError: torch has none.
+    """
+    dtype = getattr(torch, name, None) if name in DTYPE_BYTES else None
+    if not isinstance(dtype, torch.dtype):
+        raise StreamError(f"there is no dtype {name!r}", remedy="run the same torch on both sides")
+    return dtype
+
+
+@dataclass(frozen=True)
+class Part:
+    """One chunk of one tensor, to be copied into its bucket."""
+
+    bucket: int
+    piece: Piece
+    tensor: torch.Tensor
+
+    def copy_into(self, buffer: torch.Tensor) -> None:
+        """Copy the chunk's bytes to its offset in `buffer`, `(bucket_bytes,)` uint8."""
+        if not self.piece.chunk_bytes:
+            return
+        start = self.piece.offset
+        target = buffer[start : start + self.piece.chunk_bytes]
+        if self.piece.chunk_bytes == self.tensor.nbytes:
+            target.view(self.tensor.dtype).view(self.tensor.shape).copy_(self.tensor)
+            return
+        flat = self.tensor.contiguous().view(-1).view(torch.uint8)
+        begin = self.piece.chunk_offset
+        target.copy_(flat[begin : begin + self.piece.chunk_bytes])
+
+
+class StreamPacker:
+    """Places the tensors of one stream, one by one.
+
+    Args:
+        bucket_bytes: size of a bucket.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._cursor = Cursor()
+        self._names: set[str] = set()
+        self.tensors = 0
+        self.payload_bytes = 0
+
+    def parts(self, name: str, tensor: torch.Tensor) -> Iterator[Part]:
+        """The chunks of the next tensor, in order.
+
+        Raises:
+            StreamError: the name came before, or the dtype cannot be sent.
+        """
+        spec = spec_of(name, tensor)
+        mistake = check_tensor(spec, self._names)
+        if mistake is not None:
+            raise StreamError(describe(mistake))
+        self._names.add(name)
+        self._cursor, chunks = place_tensor(self._cursor, spec, self._bucket_bytes)
+        self.tensors += 1
+        self.payload_bytes += tensor.nbytes
+        if len(chunks) > 1:
+            # A tensor in several chunks is laid out once, not once per chunk.
+            tensor = tensor.contiguous()
+        for chunk in chunks:
+            piece = Piece(
+                name=name,
+                shape=spec.shape,
+                dtype=spec.dtype,
+                offset=chunk.offset,
+                chunk_offset=chunk.chunk_offset,
+                chunk_bytes=chunk.chunk_bytes,
+            )
+            yield Part(chunk.bucket, piece, tensor)
+
+
+class StreamUnpacker:
+    """Rebuilds the tensors of one stream from its buckets.
+
+    Args:
+        bucket_bytes: size of a bucket, as the sender has it.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._cursor = Cursor()
+        self._names: set[str] = set()
+        self._unfinished: _Unfinished | None = None
+        self.tensors = 0
+        self.payload_bytes = 0
+
+    def batch(self, bucket: int, pieces: tuple[Piece, ...], buffer: torch.Tensor) -> Batch:
+        """The tensors that are whole with this bucket: views of `buffer` where one chunk has all.
+
+        Raises:
+            StreamError: the pieces are not those that the packing rules put there.
+        """
+        whole: Batch = []
+        for piece in pieces:
+            start = piece.offset
+            content = buffer[start : start + piece.chunk_bytes]
+            if piece.chunk_offset == 0:
+                self._begin(piece)
+            unfinished = self._unfinished
+            if unfinished is None or not unfinished.expects(bucket, piece):
+                raise StreamError(
+                    f"tensor {piece.name!r}: a chunk at byte {piece.chunk_offset} of bucket"
+                    f" {bucket} is out of place"
+                )
+            done = unfinished.take(content)
+            if done is not None:
+                self._unfinished = None
+                self.tensors += 1
+                self.payload_bytes += done.nbytes
+                whole.append((piece.name, done))
+        return whole
+
+    def check_complete(self) -> None:
+        """Raise `StreamError` if the last tensor is not whole."""
+        if self._unfinished is not None:
+            raise StreamError(f"tensor {self._unfinished.spec.name!r} ended before its last byte")
+
+    def _begin(self, piece: Piece) -> None:
+        spec = TensorSpec(piece.name, piece.shape, piece.dtype)
+        mistake = check_tensor(spec, self._names)
+        if mistake is not None:
+            raise StreamError(describe(mistake))
+        self.check_complete()
+        self._names.add(piece.name)
+        self._cursor, chunks = place_tensor(self._cursor, spec, self._bucket_bytes)
+        self._unfinished = _Unfinished(spec, chunks)
+
+
+class _Unfinished:
+    """A tensor of which chunks are still to come, where the packing rules put them."""
+
+    def __init__(self, spec: TensorSpec, chunks: tuple[Chunk, ...]) -> None:
+        self.spec = spec
+        self._chunks = chunks
+        self._taken = 0
+        self._assembled: torch.Tensor | None = None
+
+    def expects(self, bucket: int, piece: Piece) -> bool:
+        """Whether `piece` is the next chunk of this tensor."""
+        chunk = self._chunks[self._taken]
+        return (
+            piece.name == self.spec.name
+            and piece.shape == self.spec.shape
+            and piece.dtype == self.spec.dtype
+            and chunk == Chunk(bucket, piece.offset, piece.chunk_offset, piece.chunk_bytes)
+        )
+
+    def take(self, content: torch.Tensor) -> torch.Tensor | None:
+        """The tensor, if `content` was its last chunk."""
+        chunk = self._chunks[self._taken]
+        self._taken += 1
+        dtype = dtype_of(self.spec.dtype)
+        if len(self._chunks) == 1:
+            if not chunk.chunk_bytes:
+                return torch.empty(self.spec.shape, dtype=dtype)
+            return content.view(dtype).view(self.spec.shape)
+        if self._assembled is None:
+            self._assembled = torch.empty(self.spec.tensor_bytes, dtype=torch.uint8)
+        end = chunk.chunk_offset + chunk.chunk_bytes
+        self._assembled[chunk.chunk_offset : end].copy_(content)
+        if self._taken < len(self._chunks):
+            return None
+        return self._assembled.view(dtype).view(self.spec.shape)
