@@ -148,21 +148,20 @@ def redispatched(
     takes = (PromptGroupStatus.GENERATING, PromptGroupStatus.READY_TO_FINALIZE)
     if record.status not in takes:
         return WrongStatus(group_id=record.group_id, status=record.status, needed=takes)
-    freed = tuple(
-        key
-        for sibling in record.siblings
-        if event.restart_whole
-        for key in sibling.attempts[-1].staged_keys
-    )
-    siblings = tuple(_taken_up(sibling, restart=event.restart_whole) for sibling in record.siblings)
-    complete = all(_is_sealed(sibling) for sibling in siblings)
-    was_running = any(
-        sibling.attempts[-1].status is RolloutAttemptStatus.DISPATCHED
-        for sibling in record.siblings
-    )
+    freed: list[str] = []
+    siblings: list[RolloutSiblingRecord] = []
+    complete, was_running = True, False
+    for sibling in record.siblings:
+        last = sibling.attempts[-1]
+        was_running = was_running or last.status is RolloutAttemptStatus.DISPATCHED
+        if event.restart_whole:
+            freed.extend(last.staged_keys)
+        taken = _taken_up(sibling, restart=event.restart_whole)
+        complete = complete and _is_sealed(taken)
+        siblings.append(taken)
     taken_up = replace(
         record,
-        siblings=siblings,
+        siblings=tuple(siblings),
         status=(PromptGroupStatus.READY_TO_FINALIZE if complete else PromptGroupStatus.GENERATING),
         recovery_count=record.recovery_count + (1 if was_running else 0),
     )
@@ -171,7 +170,11 @@ def redispatched(
 
 def failed_attempts(sibling: RolloutSiblingRecord) -> int:
     """How many of the sibling's attempts failed; abandoned ones are nobody's fault."""
-    return sum(1 for each in sibling.attempts if each.status is RolloutAttemptStatus.FAILED)
+    failed = 0
+    for attempt in sibling.attempts:
+        if attempt.status is RolloutAttemptStatus.FAILED:
+            failed += 1
+    return failed
 
 
 def is_exhausted(record: PromptGroupRecoveryRecord, *, max_failed_attempts: int) -> bool:

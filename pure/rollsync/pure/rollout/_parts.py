@@ -108,12 +108,11 @@ def new_group(
 
 def staged_keys_of(record: PromptGroupRecoveryRecord) -> tuple[str, ...]:
     """Rows that the group's sealed attempts own, sibling by sibling."""
-    return tuple(
-        key
-        for sibling in record.siblings
-        for attempt in sibling.attempts
-        for key in attempt.staged_keys
-    )
+    keys: list[str] = []
+    for sibling in record.siblings:
+        for attempt in sibling.attempts:
+            keys.extend(attempt.staged_keys)
+    return tuple(keys)
 
 
 def refused_key_reason(state: RolloutState, group_id: str, keys: tuple[str, ...]) -> str | None:

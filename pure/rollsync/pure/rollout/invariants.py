@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from itertools import chain
 
 from msgspec import Struct
 
 from rollsync.pure.rollout._parts import first_unclaimed_step, staged_keys_of
-from rollsync.pure.rollout.account import account
+from rollsync.pure.rollout.account import places
 from rollsync.pure.rollout.state import (
     PromptGroupPhase,
     PromptGroupRecoveryRecord,
@@ -75,8 +76,7 @@ def check_invariants(state: RolloutState) -> tuple[Violation, ...]:
 
 
 def _violations(state: RolloutState) -> Iterator[Violation]:
-    for prompt_id in account(state).in_two_places:
-        yield Violation(rule=Rule.ONE_PLACE, subject=prompt_id, detail="has more than one place")
+    yield from _one_place(state)
     for group_id, record in state.ledger.groups.items():
         yield from _identity(group_id, record)
         yield from _record(record)
@@ -92,6 +92,15 @@ def _violations(state: RolloutState) -> Iterator[Violation]:
     yield from _runtime(state)
 
 
+def _one_place(state: RolloutState) -> Iterator[Violation]:
+    seen: set[str] = set()
+    for prompt_id, _ in places(state):
+        if prompt_id in seen:
+            detail = "has more than one place"
+            yield Violation(rule=Rule.ONE_PLACE, subject=prompt_id, detail=detail)
+        seen.add(prompt_id)
+
+
 def _identity(group_id: str, group: PromptGroupRecoveryRecord | ReplayGroup) -> Iterator[Violation]:
     if not group_id == group.group_id == group.prompt.prompt_id:
         names = f"key {group_id}, group {group.group_id}, prompt {group.prompt.prompt_id}"
@@ -100,61 +109,68 @@ def _identity(group_id: str, group: PromptGroupRecoveryRecord | ReplayGroup) -> 
 
 def _record(record: PromptGroupRecoveryRecord) -> Iterator[Violation]:
     name = record.group_id
-    indices = tuple(sibling.index for sibling in record.siblings)
-    if indices != tuple(range(record.expected_generations)) or not indices:
-        yield Violation(
-            rule=Rule.CONTIGUOUS,
-            subject=name,
-            detail=f"siblings {list(indices)}, expected {record.expected_generations}",
-        )
+    expected, unsealed, ran = 0, False, False
     for sibling in record.siblings:
-        yield from _sibling(f"{name}, sibling {sibling.index}", sibling)
-    sealed = all(
-        sibling.attempts and sibling.attempts[-1].status is RolloutAttemptStatus.SEALED
-        for sibling in record.siblings
-    )
-    if sealed is (record.status is PromptGroupStatus.GENERATING):
-        detail = f"{record.status} with {'no' if sealed else 'an'} unsealed sibling"
+        if sibling.index != expected:
+            detail = f"has sibling {sibling.index} in place {expected}"
+            yield Violation(rule=Rule.CONTIGUOUS, subject=name, detail=detail)
+        expected += 1
+        attempts = sibling.attempts
+        if not attempts or attempts[-1].status is not _SEALED:
+            unsealed = True
+        if len(attempts) != 1 or attempts[0].status is not RolloutAttemptStatus.RESERVED:
+            ran = True
+        yield from _attempts(name, sibling)
+    if expected != record.expected_generations or expected == 0:
+        detail = f"has {expected} siblings, expected {record.expected_generations}"
+        yield Violation(rule=Rule.CONTIGUOUS, subject=name, detail=detail)
+    if unsealed is not (record.status is PromptGroupStatus.GENERATING):
+        detail = f"{record.status} with {'an' if unsealed else 'no'} unsealed sibling"
         yield Violation(rule=Rule.STATUS, subject=name, detail=detail)
     admitted = record.phase is PromptGroupPhase.ADMITTED
-    for what, value in (
-        ("admission id", record.admission_id),
-        ("start weight version", record.start_weight_version),
-    ):
-        if (value is not None) is not admitted:
-            detail = f"{record.phase} with {what} {value}"
-            yield Violation(rule=Rule.PHASE, subject=name, detail=detail)
-    if not admitted and any(
-        attempt.status is not RolloutAttemptStatus.RESERVED
-        for sibling in record.siblings
-        for attempt in sibling.attempts
-    ):
+    if (record.admission_id is not None) is not admitted:
+        detail = f"{record.phase} with admission id {record.admission_id}"
+        yield Violation(rule=Rule.PHASE, subject=name, detail=detail)
+    if (record.start_weight_version is not None) is not admitted:
+        detail = f"{record.phase} with start weight version {record.start_weight_version}"
+        yield Violation(rule=Rule.PHASE, subject=name, detail=detail)
+    if ran and not admitted:
         yield Violation(rule=Rule.PHASE, subject=name, detail="reserved, but an attempt has run")
 
 
-def _sibling(name: str, sibling: RolloutSiblingRecord) -> Iterator[Violation]:
-    indices = tuple(attempt.index for attempt in sibling.attempts)
-    if indices != tuple(range(len(indices))) or not indices:
-        yield Violation(rule=Rule.CONTIGUOUS, subject=name, detail=f"attempts {list(indices)}")
-    ended = (RolloutAttemptStatus.FAILED, RolloutAttemptStatus.ABANDONED)
-    for attempt in sibling.attempts[:-1]:
-        if attempt.status not in ended:
+def _attempts(group_id: str, sibling: RolloutSiblingRecord) -> Iterator[Violation]:
+    last = len(sibling.attempts) - 1
+    if last < 0:
+        name = f"{group_id}, sibling {sibling.index}"
+        yield Violation(rule=Rule.CONTIGUOUS, subject=name, detail="has no attempt")
+    for expected, attempt in enumerate(sibling.attempts):
+        if attempt.index != expected:
+            name = f"{group_id}, sibling {sibling.index}"
+            detail = f"has attempt {attempt.index} in place {expected}"
+            yield Violation(rule=Rule.CONTIGUOUS, subject=name, detail=detail)
+        if expected != last and attempt.status not in _ENDED:
+            name = f"{group_id}, sibling {sibling.index}"
             detail = f"attempt {attempt.index} is {attempt.status}, and not the last"
             yield Violation(rule=Rule.LAST_ATTEMPT, subject=name, detail=detail)
-    for attempt in sibling.attempts:
         if not _seal_is_whole(attempt):
+            name = f"{group_id}, sibling {sibling.index}"
             detail = f"attempt {attempt.index} is {attempt.status}, seal: {_seal_of(attempt)}"
             yield Violation(rule=Rule.SEALED_FIELDS, subject=name, detail=detail)
 
 
+_SEALED = RolloutAttemptStatus.SEALED
+_ENDED = (RolloutAttemptStatus.FAILED, RolloutAttemptStatus.ABANDONED)
+
+
 def _seal_is_whole(attempt: RolloutAttemptRecord) -> bool:
-    has = (
-        attempt.receipt is not None,
-        attempt.reward is not None,
-        attempt.masked is not None,
-        bool(attempt.staged_keys),
+    """Whether the attempt has all fields of a seal, or none, as its status wants."""
+    sealed = attempt.status is _SEALED
+    return (
+        (attempt.receipt is not None) is sealed
+        and (attempt.reward is not None) is sealed
+        and (attempt.masked is not None) is sealed
+        and bool(attempt.staged_keys) is sealed
     )
-    return all(has) if attempt.status is RolloutAttemptStatus.SEALED else not any(has)
 
 
 def _seal_of(attempt: RolloutAttemptRecord) -> str:
@@ -216,7 +232,7 @@ def _admissions(state: RolloutState) -> Iterator[Violation]:
     target_of: dict[str, int | None] = {}
     unfinished = ((r.admission_id, r.target_step) for r in state.ledger.groups.values())
     ready = ((g.admission_id, g.target_step) for g in state.replay.values())
-    for admission_id, target_step in (*unfinished, *ready):
+    for admission_id, target_step in chain(unfinished, ready):
         if admission_id is None:
             continue
         first = target_of.setdefault(admission_id, target_step)
@@ -229,12 +245,15 @@ def _rows(state: RolloutState) -> Iterator[Violation]:
     owner_of: dict[str, str] = {}
     staged = ((r.group_id, staged_keys_of(r)) for r in state.ledger.groups.values())
     published = ((g.group_id, g.sample_ids) for g in state.replay.values())
-    for group_id, keys in (*staged, *published):
+    for group_id, keys in chain(staged, published):
+        if not keys:
+            continue
+        prefix = f"{group_id}/"
         for key in keys:
             owner = owner_of.setdefault(key, group_id)
             if owner != group_id:
                 yield Violation(rule=Rule.ROWS, subject=key, detail=f"{owner} and {group_id}")
-            if not key.startswith(f"{group_id}/"):
+            if not key.startswith(prefix):
                 yield Violation(rule=Rule.ROWS, subject=key, detail=f"owned by {group_id}")
         if len(set(keys)) != len(keys):
             yield Violation(rule=Rule.ROWS, subject=group_id, detail="owns a row twice")

@@ -82,33 +82,44 @@ class Inventory(Struct, frozen=True, kw_only=True):
 
 def owned_rows(state: RolloutState) -> tuple[str, ...]:
     """Every row that a save must keep: those of ready and of unfinished groups, sorted."""
-    inventory = take_inventory(state, ())
-    return tuple(sorted((*inventory.replay_rows, *inventory.staging_rows)))
+    keys = [key for group in state.replay.values() for key in group.sample_ids]
+    for record in state.ledger.groups.values():
+        keys.extend(staged_keys_of(record))
+    return tuple(sorted(keys))
 
 
 def take_inventory(state: RolloutState, row_keys: Collection[str]) -> Inventory:
     """Compare the state with the keys of the rows that are there. O(rows log rows)."""
     present = frozenset(row_keys)
-    published = {group.group_id: group.sample_ids for group in state.replay.values()}
-    staged = {record.group_id: staged_keys_of(record) for record in state.ledger.groups.values()}
     missing: list[RowsMissing] = []
-    owned: set[str] = set()
-    for owners in (published, staged):
-        for group_id in sorted(owners):
-            keys = owners[group_id]
-            owned.update(keys)
-            absent = tuple(key for key in keys if key not in present)
-            if absent:
-                missing.append(RowsMissing(group_id=group_id, keys=absent))
+    replay_rows: list[str] = []
+    for group in state.replay.values():
+        replay_rows.extend(group.sample_ids)
+        _note_missing(missing, group.group_id, group.sample_ids, present)
+    staging_rows: list[str] = []
+    for record in state.ledger.groups.values():
+        keys = staged_keys_of(record)
+        if keys:
+            staging_rows.extend(keys)
+            _note_missing(missing, record.group_id, keys, present)
+    owned = {*replay_rows, *staging_rows}
     return Inventory(
-        replay_rows=tuple(sorted(key for keys in published.values() for key in keys)),
-        staging_rows=tuple(sorted(key for keys in staged.values() for key in keys)),
-        missing=tuple(missing),
+        replay_rows=tuple(sorted(replay_rows)),
+        staging_rows=tuple(sorted(staging_rows)),
+        missing=tuple(sorted(missing, key=lambda each: each.group_id)),
         unowned=tuple(sorted(key for key in present - owned if key not in state.rows_to_clear)),
         violations=check_invariants(state),
         admitted_group_count=len(admitted_groups(state)),
         replay_group_count=len(state.replay),
     )
+
+
+def _note_missing(
+    missing: list[RowsMissing], group_id: str, keys: tuple[str, ...], present: frozenset[str]
+) -> None:
+    if not present.issuperset(keys):
+        absent = tuple(key for key in keys if key not in present)
+        missing.append(RowsMissing(group_id=group_id, keys=absent))
 
 
 def saving_problems(inventory: Inventory) -> tuple[InventoryProblem, ...]:

@@ -217,9 +217,8 @@ def _plan_unfinished(
         # A save refuses such a state. In one from elsewhere, the replay index is what counts, and
         # it does not have the group: nothing was published.
         planner.do(None, FinalizationFailed(group_id=group_id, outcome_known=True))
-    sealed = _siblings_by_seal(record, sealed=True)
-    unsealed = _siblings_by_seal(record, sealed=False)
-    failed = max(failed_attempts(sibling) for sibling in record.siblings)
+    sealed, unsealed = _by_seal(record)
+    failed = max(map(failed_attempts, record.siblings))
     poison = record.recovery_count >= policy.max_recoveries or failed >= policy.max_failed_attempts
     if unsealed and poison:
         event = drop_group(
@@ -240,25 +239,34 @@ def _plan_unfinished(
         if whole
         else SiblingsResumed(group_id=group_id, sealed=sealed, regenerate=unsealed)
     )
-    planner.do(what, RecoveryRedispatched(group_id=group_id, restart_whole=whole))
+    if whole or _has_ended_attempts(record):
+        planner.do(what, RecoveryRedispatched(group_id=group_id, restart_whole=whole))
+    else:
+        planner.note(what)
 
 
 def _other_place(state: RolloutState, record: PromptGroupRecoveryRecord) -> PromptPlace | None:
     """Where the prompt is beside the ledger; None in every state that `apply` can reach."""
-    without = replace(
-        state, ledger=replace(state.ledger, groups=state.ledger.groups.discard(record.group_id))
-    )
-    if record.group_id in state.replay or record.prompt.prompt_id in state.outcomes:
-        return place_of(without, record.group_id)
-    return None
+    if record.group_id not in state.replay and record.prompt.prompt_id not in state.outcomes:
+        return None
+    others = state.ledger.groups.discard(record.group_id)
+    return place_of(replace(state, ledger=replace(state.ledger, groups=others)), record.group_id)
 
 
-def _siblings_by_seal(record: PromptGroupRecoveryRecord, *, sealed: bool) -> tuple[int, ...]:
-    return tuple(
-        sibling.index
-        for sibling in record.siblings
-        if (sibling.attempts[-1].status is RolloutAttemptStatus.SEALED) is sealed
-    )
+def _by_seal(record: PromptGroupRecoveryRecord) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Indices of the sealed siblings, and of the others."""
+    sealed: list[int] = []
+    unsealed: list[int] = []
+    for sibling in record.siblings:
+        done = sibling.attempts[-1].status is RolloutAttemptStatus.SEALED
+        (sealed if done else unsealed).append(sibling.index)
+    return tuple(sealed), tuple(unsealed)
+
+
+def _has_ended_attempts(record: PromptGroupRecoveryRecord) -> bool:
+    """Whether a sibling's last attempt can go on no more, and another has to be reserved."""
+    can_stay = (RolloutAttemptStatus.RESERVED, RolloutAttemptStatus.SEALED)
+    return any(sibling.attempts[-1].status not in can_stay for sibling in record.siblings)
 
 
 def _in_order(records: list[PromptGroupRecoveryRecord]) -> list[PromptGroupRecoveryRecord]:
