@@ -23,6 +23,8 @@ from rollsync.codecs.rollout.recovery_ledger import RECOVERY_LEDGER
 from rollsync.codecs.rollout.replay_metadata import REPLAY_METADATA
 from rollsync.codecs.rollout.state import ROLLOUT_STATE
 from rollsync.codecs.rollout.state_diff import STATE_DIFF
+from rollsync.codecs.snapshot.anchor import SNAPSHOT_ANCHOR
+from rollsync.codecs.snapshot.manifest import SNAPSHOT_MANIFEST
 
 T = TypeVar("T")
 
@@ -49,6 +51,8 @@ KINDS: Final[tuple[AnyKind, ...]] = (
     RECOVERY_LEDGER,
     REPLAY_METADATA,
     ROLLOUT_STATE,
+    SNAPSHOT_ANCHOR,
+    SNAPSHOT_MANIFEST,
     STATE_DIFF,
 )
 _BY_NAME: Final = {kind.name: kind for kind in KINDS}

@@ -18,6 +18,8 @@ from tests.codecs.samples import (
     refit_plan,
     replay_metadata,
     rollout_state,
+    snapshot_anchor,
+    snapshot_manifest,
     state_diff,
 )
 
@@ -29,4 +31,6 @@ SAMPLES: Final[Mapping[str, Mapping[str, object]]] = {
     "rollout.replay-metadata": replay_metadata.SAMPLES,
     "rollout.state": rollout_state.SAMPLES,
     "rollout.state-diff": state_diff.SAMPLES,
+    "snapshot.anchor": snapshot_anchor.SAMPLES,
+    "snapshot.manifest": snapshot_manifest.SAMPLES,
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,13 +77,26 @@ def test_links_are_neither_followed_nor_taken_for_files(tmp_path: Path) -> None:
             refused(tmp_path / "link")
 
 
-def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
+LOCKING = """
+import sys
+from pathlib import Path
+from rollsync.shell.store import RealFileSystem
+try:
+    RealFileSystem().lock(Path(sys.argv[1]))
+except BlockingIOError:
+    sys.exit(3)
+"""
+
+
+def test_a_lock_is_held_by_one_process(tmp_path: Path) -> None:
+    def other_process() -> int:
+        return subprocess.run([sys.executable, "-c", LOCKING, tmp_path / "lock"]).returncode
+
     held = FILES.lock(tmp_path / "lock")
-    with pytest.raises(BlockingIOError):
-        FILES.lock(tmp_path / "lock")
+    assert other_process() == 3
     held.release()
     held.release()
-    FILES.lock(tmp_path / "lock").release()
+    assert other_process() == 0
 
 
 def test_the_mount_table_names_the_file_system() -> None:

@@ -10,29 +10,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from msgspec import Struct
-
 from rollsync.pure.rollout.checkpointing import CheckpointKind
+from rollsync.pure.snapshot.manifest import BundleFacts
+from rollsync.pure.snapshot.selection import RefusedBundle
+from rollsync.shell.store.chosen import Chosen, FoundBundle
+
+__all__ = [
+    "ENVIRONMENT_DIRECTORY",
+    "STATE_FILE",
+    "BundleDraft",
+    "BundleFacts",
+    "Chosen",
+    "FoundBundle",
+    "RefusedBundle",
+    "ResumeArchive",
+    "SnapshotArchive",
+]
 
 STATE_FILE = "rollout_state.bin"
 """The state's file in a bundle: one envelope of kind `rollout.state`."""
 ENVIRONMENT_DIRECTORY = "environment"
 """Where an environment's files are in a bundle."""
-
-
-class BundleFacts(Struct, frozen=True, kw_only=True):
-    """What a bundle's manifest says beside its list of files."""
-
-    kind: CheckpointKind
-    base_train_step: int
-    trainer_version: int
-    current_epoch: int
-    sampler_dispatch_index: int
-    mutation_version: int
-    rolled_back_train_group_count: int
-    environment_fingerprint: str | None
-    segments: tuple[str, ...]
-    """Row segments, oldest first: of a row that is in several, the last counts."""
 
 
 class BundleDraft(Protocol):
@@ -78,58 +76,6 @@ class SnapshotArchive(Protocol):
     def prune(self) -> Sequence[str]:
         """Retire what retention no longer keeps; the names of what went."""
         ...
-
-
-class FoundBundle(Protocol):
-    """A complete, verified bundle to resume from."""
-
-    @property
-    def path(self) -> Path:
-        """Its directory."""
-        ...
-
-    @property
-    def facts(self) -> BundleFacts:
-        """What its manifest says."""
-        ...
-
-    @property
-    def trainer_path(self) -> Path | None:
-        """The trainer checkpoint of the same step; None at step 0: the weights are the initial
-        ones."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """A file of the bundle.
-
-        Raises:
-            RollsyncError: the bundle has no such file, or it is not what the manifest says.
-        """
-        ...
-
-    def read_segment(self, name: str) -> bytes:
-        """A row segment that the bundle lists.
-
-        Raises:
-            RollsyncError: it is not there, or is damaged.
-        """
-        ...
-
-
-class RefusedBundle(Struct, frozen=True, kw_only=True):
-    """A bundle that was passed over."""
-
-    path: str
-    why: str
-
-
-class Chosen(Struct, frozen=True, kw_only=True):
-    """What a run resumes from."""
-
-    bundle: FoundBundle | None
-    """None: the run is fresh."""
-    refused: tuple[RefusedBundle, ...]
-    """Newer ones that were passed over, newest first."""
 
 
 class ResumeArchive(Protocol):

@@ -119,7 +119,7 @@ class FileSystem(Protocol):
         """Take the one lock of that name, creating its file if needed, without waiting.
 
         Raises:
-            BlockingIOError: somebody else holds it.
+            BlockingIOError: another process holds it.
         """
         ...
 
@@ -306,10 +306,12 @@ class RealFileSystem:
     def lock(self, path: Path) -> Lock:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            # A lock of the process and not of the descriptor: a run that is restored in the process
+            # that saved it is no stranger to itself.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
             os.close(descriptor)
-            raise
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path)) from error
         except OSError as error:
             # Some network file systems are mounted without locks. Then nothing guards against two
             # runs in one directory, and a single run is as safe as ever.

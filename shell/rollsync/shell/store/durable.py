@@ -1,0 +1,132 @@
+"""Sequences of file operations after each of which the disk is in order, whatever happens.
+
+Rules kept here: data before names, inner names before outer ones, one rename that makes it count,
+and the directory of that rename after it; what is removed first loses its name, durably.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollsync.pure.snapshot.manifest import SnapshotFile
+from rollsync.pure.snapshot.places import draft_name, is_leftover, trash_name
+from rollsync.shell.store.filesystem import EntryKind, FileStatus, FileSystem
+
+
+def status_of(fs: FileSystem, path: Path) -> FileStatus | None:
+    """What is there; None when nothing is."""
+    try:
+        return fs.status(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def names_in(fs: FileSystem, directory: Path) -> tuple[str, ...]:
+    """The names in a directory, sorted; nothing when it is not there."""
+    try:
+        return tuple(sorted(fs.list_directory(directory)))
+    except FileNotFoundError:
+        return ()
+
+
+def write_file(fs: FileSystem, path: Path, data: bytes) -> None:
+    """A new file with this content, which is durable then; its name is not yet."""
+    file = fs.create(path)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
+        file.sync()
+    finally:
+        file.close()
+
+
+def read_file(fs: FileSystem, path: Path) -> bytes:
+    """A file's content."""
+    return b"".join(fs.read(path))
+
+
+def make_directories(fs: FileSystem, path: Path) -> None:
+    """Make a directory and those above it that are missing, all of them durable."""
+    missing = []
+    while status_of(fs, path) is None:
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        fs.make_directory(directory)
+        fs.sync_directory(directory.parent)
+
+
+def publish_file(fs: FileSystem, path: Path, data: bytes) -> None:
+    """A durable file under a name that was free. Readers see all of it or nothing."""
+    draft = path.parent / draft_name(path.name, names_in(fs, path.parent))
+    write_file(fs, draft, data)
+    fs.rename(draft, path)
+    fs.sync_directory(path.parent)
+
+
+def retire(fs: FileSystem, path: Path) -> None:
+    """Remove a file or a directory with all that is in it. Readers see all of it or nothing."""
+    delete_tree(fs, displace(fs, path))
+
+
+def displace(fs: FileSystem, path: Path) -> Path:
+    """Take a name away from what has it, durably; where that lies now, for `delete_tree`."""
+    trash = path.parent / trash_name(path.name, names_in(fs, path.parent))
+    fs.rename(path, trash)
+    fs.sync_directory(path.parent)
+    return trash
+
+
+def delete_tree(fs: FileSystem, path: Path) -> None:
+    """Delete what no reader looks at. What is gone already is no error."""
+    status = status_of(fs, path)
+    if status is None:
+        return
+    if status.kind is not EntryKind.DIRECTORY:
+        fs.remove_file(path)
+        return
+    for name in names_in(fs, path):
+        delete_tree(fs, path / name)
+    fs.remove_directory(path)
+
+
+def sweep(fs: FileSystem, directory: Path) -> None:
+    """Delete what interrupted writes and removals have left in a directory."""
+    for name in filter(is_leftover, names_in(fs, directory)):
+        delete_tree(fs, directory / name)
+
+
+def sync_tree(fs: FileSystem, directory: Path) -> None:
+    """Make the names in a directory durable, the innermost ones first."""
+    for name, kind in sorted(fs.list_directory(directory).items()):
+        if kind is EntryKind.DIRECTORY:
+            sync_tree(fs, directory / name)
+    fs.sync_directory(directory)
+
+
+def files_below(
+    fs: FileSystem, directory: Path, prefix: str = ""
+) -> Iterator[tuple[str, EntryKind]]:
+    """Everything in a directory and those in it that is no directory, by relative name."""
+    for name, kind in sorted(fs.list_directory(directory).items()):
+        if kind is EntryKind.DIRECTORY:
+            yield from files_below(fs, directory / name, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", kind
+
+
+def measure(fs: FileSystem, path: Path, name: str) -> SnapshotFile:
+    """A file's size and digest, as a manifest has them."""
+    size, digest = 0, hashlib.sha256()
+    for chunk in fs.read(path):
+        size += len(chunk)
+        digest.update(chunk)
+    return SnapshotFile(name=name, size_bytes=size, digest=digest.hexdigest())
+
+
+def digest_of(data: bytes) -> str:
+    """SHA-256, hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
