@@ -13,6 +13,7 @@ from rollsync.pure.rollout import (
     DropReason,
     InOrderSampler,
     ReadyFirstSampler,
+    ReservedGroups,
     Trained,
     check_invariants,
 )
@@ -21,7 +22,7 @@ from tests.model.world import Config, Node, is_over
 
 def broken_promise(config: Config, node: Node) -> str | None:
     """What is wrong at this moment, in a sentence; None if nothing is."""
-    for check in (_places, _weights, _rows, _generations, _capacity, _reasons):
+    for check in (_places, _weights, _rows, _generations, _capacity, _reasons, _batches):
         wrong = check(config, node)
         if wrong is not None:
             return wrong
@@ -132,4 +133,19 @@ def _reasons(config: Config, node: Node) -> str | None:
     for prompt_id, how in node.state.outcomes.items():
         if isinstance(how, Dropped) and how.reason is DropReason.STALE:
             return f"{prompt_id} was dropped as stale under {type(config.sampler).__name__}"
+    return None
+
+
+def _batches(config: Config, node: Node) -> str | None:
+    """In order, without faults and spares, each step is the dataset's next batch in every run."""
+    readmitted = all(reserved is ReservedGroups.READMIT for _, reserved in config.resumes)
+    timeless = readmitted and config.spares == 0 and config.faults == 0
+    if not timeless or not isinstance(config.sampler, InOrderSampler):
+        return None
+    for step, trained in enumerate(node.weights):
+        first = step * config.batch
+        due = range(first, min(first + config.batch, config.prompts))
+        expected = tuple(sorted(f"p{index}" for index in due))
+        if trained != expected:
+            return f"step {step + 1} trained {trained}, the dataset's batch is {expected}"
     return None

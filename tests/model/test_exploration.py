@@ -14,6 +14,7 @@ from rollsync.pure.rollout import (
     InOrderSampler,
     ReadyFirstSampler,
     RecoveryGranularity,
+    ReservedGroups,
     WeightFifoSampler,
     WindowedSampler,
 )
@@ -79,6 +80,22 @@ def test_whole_groups_are_restarted(sampler: BuiltInSampler) -> None:
 )
 def test_other_windows(sampler: BuiltInSampler) -> None:
     explored(Config(sampler=sampler, siblings=1, batch=1, crashes=1, faults=0, spares=0))
+
+
+def test_in_order_trains_the_same_batches_in_every_run() -> None:
+    readmitting = tuple((load, ReservedGroups.READMIT) for load in (True, False))
+    report = explored(
+        Config(
+            sampler=InOrderSampler(),
+            prompts=4,
+            siblings=1,
+            crashes=1,
+            faults=0,
+            spares=0,
+            resumes=readmitting,
+        )
+    )
+    assert report.states > 1_000
 
 
 def test_groups_that_grow_too_old_are_dropped_with_a_reason() -> None:

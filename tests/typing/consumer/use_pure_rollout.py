@@ -5,16 +5,35 @@ from typing import assert_never, assert_type
 from returns.result import Result
 
 from rollsync.pure.rollout import (
+    Capture,
+    CaptureRefused,
+    CheckpointKind,
     Dropped,
+    InOrderSampler,
+    NothingLeft,
+    PromptGroupSampler,
     PromptOutcome,
     ResumePlan,
     ResumePolicy,
+    RolloutCheckpointAttemptReason,
+    RolloutCheckpointOutcome,
     RolloutState,
+    RolloutStateDiff,
+    SamplerLimits,
+    SkipStep,
+    TrainBatch,
     Trained,
     TransitionError,
+    Violation,
+    Wait,
+    WindowedSampler,
     apply,
+    capture,
+    check_invariants,
+    diff,
     explain,
     fresh_state,
+    patch,
     plan_resume,
     why,
 )
@@ -58,3 +77,35 @@ apply(apply(state, event), event)  # type: ignore[arg-type]
 # An event carries everything that the decision needs, by name.
 AttemptDispatched(group_id="g", sibling_index=0)  # type: ignore[call-arg]
 AttemptDispatched("g", 0, 0)  # type: ignore[call-arg]
+
+
+def batch(sampler: PromptGroupSampler, limits: SamplerLimits) -> RolloutState:
+    # A decision carries the event to apply; every answer has to be thought of.
+    match sampler.select(state, limits):
+        case TrainBatch(event=claim) | SkipStep(event=claim):
+            return apply(state, claim).unwrap()
+        case NothingLeft() | Wait():
+            return state
+
+
+# All built-in policies fit the protocol, and so does a user's own.
+samplers: list[PromptGroupSampler] = [WindowedSampler(), InOrderSampler(max_lookahead_versions=2)]
+
+change = diff(state, state)
+assert_type(change, RolloutStateDiff)
+assert_type(patch(state, change), RolloutState)
+assert_type(capture(state, CheckpointKind.ROLLOUT_SNAPSHOT), Result[Capture, CaptureRefused])
+assert_type(check_invariants(state), tuple[Violation, ...])
+assert_type(RolloutCheckpointAttemptReason.TIMEOUT.outcome, RolloutCheckpointOutcome)
+
+# A policy is a frozen value.
+WindowedSampler().max_staleness_versions = 3  # type: ignore[misc]
+
+# What is saved is asked for by kind, not by a string.
+capture(state, "rollout_snapshot")  # type: ignore[arg-type]
+
+# Only an event changes a state.
+apply(state, change)  # type: ignore[arg-type]
+
+# A class that only looks like a policy is none.
+samplers.append(object())  # type: ignore[arg-type]
