@@ -27,6 +27,7 @@ from rollsync.shell.store.durable import (
     digest_of,
     files_below,
     measure,
+    status_of,
     sync_tree,
     write_file,
 )
@@ -92,7 +93,7 @@ class StoredDraft:
         write_file(self._fs, self._path / MANIFEST_FILE, encode(manifest))
         sync_tree(self._fs, self._path)
         self._make_way()
-        self._fs.rename(self._path, self._final)
+        self._rename()
         is_durable = True
         try:
             self._fs.sync_directory(self._final.parent)
@@ -117,6 +118,17 @@ class StoredDraft:
         except OSError as error:
             _logger.warning("%s is left to the next save: %s", self._path, error)
         self._ended()
+
+    def _rename(self) -> None:
+        try:
+            self._fs.rename(self._path, self._final)
+        except OSError:
+            # A network file system may lose the answer, send the rename once more, and report
+            # that there is nothing to rename.
+            if status_of(self._fs, self._path) is not None:
+                raise
+            if status_of(self._fs, self._final) is None:
+                raise
 
     def _others(self, own: Mapping[str, bytes]) -> list[SnapshotFile]:
         """Files that others have put into the draft, durable and measured."""

@@ -48,15 +48,30 @@ def read_file(fs: FileSystem, path: Path) -> bytes:
     return b"".join(fs.read(path))
 
 
-def make_directories(fs: FileSystem, path: Path) -> None:
-    """Make a directory and those above it that are missing, all of them durable."""
-    missing = []
-    while status_of(fs, path) is None:
-        missing.append(path)
-        path = path.parent
-    for directory in reversed(missing):
-        fs.make_directory(directory)
-        fs.sync_directory(directory.parent)
+class DurableDirectories:
+    """Directories whose names are known to be durable.
+
+    That one exists says little: the process that made it may have been killed before it was
+    durable, and then everything in it would be lost with its name.
+    """
+
+    def __init__(self, fs: FileSystem) -> None:
+        self._fs = fs
+        self._known: set[Path] = set()
+
+    def make(self, path: Path) -> None:
+        """Make the directory, and those above it, where missing; its name is durable then."""
+        if path in self._known:
+            return
+        if status_of(self._fs, path) is None:
+            self.make(path.parent)
+            self._fs.make_directory(path)
+        self._fs.sync_directory(path.parent)
+        self._known.add(path)
+
+    def forget(self, path: Path) -> None:
+        """The directory, and all in it, is gone."""
+        self._known = {known for known in self._known if not known.is_relative_to(path)}
 
 
 def publish_file(fs: FileSystem, path: Path, data: bytes) -> None:
@@ -65,11 +80,6 @@ def publish_file(fs: FileSystem, path: Path, data: bytes) -> None:
     write_file(fs, draft, data)
     fs.rename(draft, path)
     fs.sync_directory(path.parent)
-
-
-def retire(fs: FileSystem, path: Path) -> None:
-    """Remove a file or a directory with all that is in it. Readers see all of it or nothing."""
-    delete_tree(fs, displace(fs, path))
 
 
 def displace(fs: FileSystem, path: Path) -> Path:

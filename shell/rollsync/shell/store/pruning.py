@@ -1,93 +1,23 @@
-"""Finds out what is on disk and removes what retention no longer keeps.
+"""Removes what retention no longer keeps.
 
 Rules kept here: a bundle goes by losing its name first, durably; segments go after the bundles that
-listed them; what was verified or published by this process is not read again.
+listed them; what cannot be deleted keeps nothing else from being deleted.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from returns.pipeline import is_successful
-
 from rollsync.pure.config import RetentionConfig
-from rollsync.pure.snapshot.manifest import RolloutSnapshotManifest, SnapshotFile
 from rollsync.pure.snapshot.places import BundlePlace
 from rollsync.pure.snapshot.retention import (
-    BundleCondition,
-    ListedBundle,
     RetentionPlan,
     plan_retention,
 )
 from rollsync.shell.store.durable import delete_tree, displace
 from rollsync.shell.store.filesystem import FileSystem
 from rollsync.shell.store.reader import RunReader
-
-
-class Survey:
-    """What this process knows of the bundles on disk."""
-
-    def __init__(self, reader: RunReader) -> None:
-        self._reader = reader
-        self._manifests: dict[BundlePlace, RolloutSnapshotManifest] = {}
-        self._doubtful: set[BundlePlace] = set()
-        self._segments: set[str] = set()
-
-    def trust(self, place: BundlePlace, manifest: RolloutSnapshotManifest) -> None:
-        """The bundle is whole and durable, and so are its segments."""
-        self._manifests[place] = manifest
-        self._segments.update(segment.digest for segment in manifest.segments)
-
-    def doubt(self, place: BundlePlace) -> None:
-        """The bundle is whole, but may be gone after a power failure."""
-        self._doubtful.add(place)
-
-    def trust_segment(self, name: str) -> None:
-        """The segment is whole and durable."""
-        self._segments.add(name)
-
-    def is_segment_whole(self, name: str, size_bytes: int) -> bool:
-        """Whether the segment on disk is what its name says."""
-        if name not in self._segments:
-            file = SnapshotFile(name=name, size_bytes=size_bytes, digest=name)
-            path = self._reader.segment_path(name)
-            if self._reader.compared(path, name, file, contents=True) is not None:
-                return False
-            self._segments.add(name)
-        return True
-
-    def is_whole(self, place: BundlePlace) -> bool:
-        """Whether there is a whole bundle at the place."""
-        return place in self._manifests or is_successful(self._reader.verified(place))
-
-    def listed(self, place: BundlePlace, *, contents: bool = False) -> ListedBundle:
-        """What retention needs to know of a bundle."""
-        manifest = self._manifests.get(place)
-        condition = BundleCondition.WHOLE
-        if manifest is None:
-            checked = self._reader.verified_with_anchor(place, contents=contents)
-            if not is_successful(checked):
-                is_transient = checked.failure().is_transient
-                condition = BundleCondition.UNKNOWN if is_transient else BundleCondition.DAMAGED
-                checked = self._reader.manifest(place)
-            manifest = checked.unwrap() if is_successful(checked) else None
-        if place in self._doubtful:
-            condition = BundleCondition.UNKNOWN
-        segments = manifest.segments if manifest is not None else ()
-        return ListedBundle(
-            place=place,
-            condition=condition,
-            segments=tuple(segment.digest for segment in segments),
-        )
-
-    def forget(self, place: BundlePlace) -> None:
-        """The bundle is gone."""
-        self._manifests.pop(place, None)
-        self._doubtful.discard(place)
-
-    def forget_segment(self, name: str) -> None:
-        """The segment is gone."""
-        self._segments.discard(name)
+from rollsync.shell.store.survey import Survey
 
 
 def plan(

@@ -34,7 +34,7 @@ from rollsync.pure.snapshot.places import (
     snapshot_of,
     step_of,
 )
-from rollsync.pure.snapshot.selection import why_not_of_place, why_not_on_anchor
+from rollsync.pure.snapshot.selection import why_not_of_place
 from rollsync.shell.store.durable import digest_of, measure, names_in, read_file, status_of
 from rollsync.shell.store.errors import StoreError
 from rollsync.shell.store.filesystem import EntryKind, FileSystem
@@ -148,7 +148,8 @@ class RunReader:
     def verified(
         self, place: BundlePlace, *, contents: bool = True
     ) -> Result[RolloutSnapshotManifest, Fault]:
-        """A bundle's manifest, if the bundle is whole.
+        """A bundle's manifest, if the bundle is whole. Of a snapshot, this says nothing about the
+        weights that it continues from (`Survey` does).
 
         Args:
             contents: compare digests; else names and sizes only.
@@ -169,25 +170,6 @@ class RunReader:
             if fault is not None:
                 return Failure(fault)
         return read
-
-    def verified_with_anchor(
-        self, place: BundlePlace, *, contents: bool = True
-    ) -> Result[RolloutSnapshotManifest, Fault]:
-        """As `verified`; of a snapshot, the weights that it continues from have to be whole too."""
-        checked = self.verified(place, contents=contents)
-        if not is_successful(checked) or not place.is_snapshot or place.step == 0:
-            return checked
-        anchor = self.verified(place.anchor, contents=contents)
-        if not is_successful(anchor):
-            fault = anchor.failure()
-            return Failure(
-                Fault(
-                    why=f"its checkpoint {self.path(place.anchor)}: {fault.why}",
-                    is_transient=fault.is_transient,
-                )
-            )
-        why = why_not_on_anchor(checked.unwrap(), anchor.unwrap())
-        return checked if why is None else Failure(Fault(why=why))
 
     def compared(
         self, path: Path, label: str, file: SnapshotFile, *, contents: bool

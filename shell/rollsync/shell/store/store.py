@@ -27,7 +27,7 @@ from rollsync.pure.snapshot.errors import (
     UnreadableDirectory,
 )
 from rollsync.pure.snapshot.lineage import LineageChanged, bootstrap_anchor, lineage_change
-from rollsync.pure.snapshot.manifest import SNAPSHOTS_DIRECTORY, RolloutSnapshotManifest
+from rollsync.pure.snapshot.manifest import RolloutSnapshotManifest
 from rollsync.pure.snapshot.places import (
     ANCHOR_FILE,
     BOOTSTRAP_DIRECTORY,
@@ -39,10 +39,10 @@ from rollsync.pure.snapshot.selection import RefusedBundle, resume_order, why_no
 from rollsync.shell.store.chosen import Chosen
 from rollsync.shell.store.draft import StoredDraft
 from rollsync.shell.store.durable import (
+    DurableDirectories,
     delete_tree,
     digest_of,
     displace,
-    make_directories,
     names_in,
     publish_file,
     status_of,
@@ -56,8 +56,9 @@ from rollsync.shell.store.filesystem import (
     UnsuitableFileSystem,
     require_suitable,
 )
-from rollsync.shell.store.pruning import Survey, prune
+from rollsync.shell.store.pruning import prune
 from rollsync.shell.store.reader import RunReader, StoredBundle
+from rollsync.shell.store.survey import Survey
 
 _logger = logging.getLogger(__name__)
 LOCK_FILE = "writer.lock"
@@ -91,6 +92,7 @@ class SnapshotStore:
         self._resumed: BundlePlace | None = None
         self._new_segments: set[str] = set()
         """Written by the save under way; no bundle lists them yet."""
+        self._directories = DurableDirectories(self._fs)
         self._is_prepared = False
         self._lock: Lock | None = None
 
@@ -102,6 +104,7 @@ class SnapshotStore:
         Raises:
             StoreError: the directory is another run's, or nothing in it can be taken.
         """
+        self._survey.start_over()
         try:
             listing = self._reader.listing()
         except OSError as error:
@@ -126,7 +129,7 @@ class SnapshotStore:
 
     def _verified(self, place: BundlePlace) -> Result[RolloutSnapshotManifest, str]:
         """The manifest of a bundle that is whole and this run's, or what speaks against it."""
-        checked = self._reader.verified_with_anchor(place)
+        checked = self._survey.checked(place)
         if not is_successful(checked):
             return Failure(checked.failure().why)
         why = why_not_of_run(checked.unwrap(), self._identity.fingerprint)
@@ -149,7 +152,8 @@ class SnapshotStore:
         self._prepare()
         if train_steps == 0:
             return True
-        return self._survey.is_whole(BundlePlace(step=train_steps, number=0))
+        place = BundlePlace(step=train_steps, number=0)
+        return not self._survey.doubts(place) and is_successful(self._survey.checked(place))
 
     def put_segment(self, data: bytes) -> str:
         """See `rollsync.shell.rollout.archive.SnapshotArchive`."""
@@ -157,11 +161,17 @@ class SnapshotStore:
         name = digest_of(data)
         path = self._reader.segment_path(name)
         self._new_segments.add(name)
-        if status_of(self._fs, path) is not None:
-            if self._survey.is_segment_whole(name, len(data)):
-                return name
+        if self._survey.trusts_segment(name):
+            return name
+        if status_of(self._fs, path) is None:
+            publish_file(self._fs, path, data)
+        elif self._survey.is_segment_whole(name, len(data)):
+            # Whoever wrote it may have been killed before it was durable.
+            self._fs.sync_file(path)
+            self._fs.sync_directory(path.parent)
+        else:
             delete_tree(self._fs, displace(self._fs, path))
-        publish_file(self._fs, path, data)
+            publish_file(self._fs, path, data)
         self._survey.trust_segment(name)
         return name
 
@@ -171,8 +181,11 @@ class SnapshotStore:
         self._sweep()
         if kind is CheckpointKind.TRAINER_CHECKPOINT:
             place = BundlePlace(step=train_steps, number=0)
+            self._refuse_whole(place)
         else:
-            make_directories(self._fs, self._reader.snapshots_path(train_steps))
+            directory = self._reader.snapshots_path(train_steps)
+            self._directories.make(directory.parent)
+            self._directories.make(directory)
             listing = self._reader.listing()
             numbers = [each.number for each in listing.places if each.step == train_steps]
             place = BundlePlace(step=train_steps, number=max(numbers, default=0) + 1)
@@ -212,25 +225,30 @@ class SnapshotStore:
             protected_segments=frozenset(self._new_segments),
         )
 
+    def _refuse_whole(self, place: BundlePlace) -> None:
+        path = self._reader.path(place)
+        if is_successful(self._survey.checked(place)):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
     def _make_way(self, place: BundlePlace) -> None:
         """Take the name away from a damaged checkpoint of the same step."""
         path = self._reader.path(place)
-        if status_of(self._fs, path) is None:
-            return
-        if self._survey.is_whole(place):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        displace(self._fs, path)
+        if status_of(self._fs, path) is not None:
+            self._refuse_whole(place)
+            displace(self._fs, path)
+            self._survey.forget(place)
+            self._directories.forget(path)
 
     def _prepare(self) -> None:
         """Make the directory this run's, once."""
         if self._is_prepared:
             return
-        make_directories(self._fs, self._root)
+        self._directories.make(self._root)
         if self._lock is None:
             self._lock = self._locked()
         self._require_suitable()
-        make_directories(self._fs, self._root / SEGMENTS_DIRECTORY)
-        make_directories(self._fs, self._root / BOOTSTRAP_DIRECTORY / SNAPSHOTS_DIRECTORY)
+        self._directories.make(self._root / SEGMENTS_DIRECTORY)
+        self._directories.make(self._root / BOOTSTRAP_DIRECTORY)
         self._make_anchor()
         self._is_prepared = True
 

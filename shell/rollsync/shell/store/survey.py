@@ -1,0 +1,135 @@
+"""What this process knows of the bundles on disk.
+
+Rules kept here: a bundle is whole when its files are, the segments that it lists, and the weights
+that it continues from; what was verified or published by this process is not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from returns.pipeline import is_successful
+from returns.result import Failure, Result, Success
+
+from rollsync.pure.snapshot.manifest import RolloutSnapshotManifest, SnapshotFile
+from rollsync.pure.snapshot.places import BundlePlace
+from rollsync.pure.snapshot.retention import BundleCondition, ListedBundle
+from rollsync.pure.snapshot.selection import why_not_on_anchor
+from rollsync.shell.store.reader import Fault, RunReader
+
+Checked = Result[RolloutSnapshotManifest, Fault]
+
+
+class Survey:
+    """Verifies bundles, and remembers what came of it."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._alone: dict[BundlePlace, Checked] = {}
+        """Each bundle by itself, every byte compared."""
+        self._doubtful: set[BundlePlace] = set()
+        self._segments: set[str] = set()
+
+    def start_over(self) -> None:
+        """Believe only what is read from now on, except for doubts."""
+        self._alone.clear()
+        self._segments.clear()
+
+    def checked(self, place: BundlePlace) -> Checked:
+        """A bundle's manifest, if it and the weights that it continues from are whole."""
+        return self._with_anchor(place, self._checked_alone(place), self._checked_alone)
+
+    def trust(self, place: BundlePlace, manifest: RolloutSnapshotManifest) -> None:
+        """The bundle is whole and durable, and so are its segments."""
+        self._alone[place] = Success(manifest)
+        self._segments.update(segment.digest for segment in manifest.segments)
+
+    def doubt(self, place: BundlePlace) -> None:
+        """The bundle may be gone after a power failure."""
+        self._doubtful.add(place)
+
+    def doubts(self, place: BundlePlace) -> bool:
+        """Whether the bundle may be gone after a power failure."""
+        return place in self._doubtful
+
+    def listed(self, place: BundlePlace, *, contents: bool) -> ListedBundle:
+        """What retention needs to know of a bundle.
+
+        Args:
+            contents: compare every byte; else, of bundles that this process has not verified,
+                names and sizes only.
+        """
+        check = self._checked_alone if contents else self._looked_at
+        checked = self._with_anchor(place, check(place), check)
+        manifest = checked if is_successful(checked) else self._reader.manifest(place)
+        segments = manifest.unwrap().segments if is_successful(manifest) else ()
+        return ListedBundle(
+            place=place,
+            condition=self._condition(place, checked),
+            segments=tuple(segment.digest for segment in segments),
+        )
+
+    def forget(self, place: BundlePlace) -> None:
+        """The bundle is gone, and what is under it."""
+        gone = {
+            each
+            for each in (*self._alone, *self._doubtful)
+            if each == place or (each.step == place.step and not place.is_snapshot)
+        }
+        self._doubtful -= gone
+        for each in gone:
+            self._alone.pop(each, None)
+
+    # Segments.
+
+    def trusts_segment(self, name: str) -> bool:
+        """Whether the segment is known to be whole and durable."""
+        return name in self._segments
+
+    def trust_segment(self, name: str) -> None:
+        """The segment is whole and durable."""
+        self._segments.add(name)
+
+    def forget_segment(self, name: str) -> None:
+        """The segment is gone."""
+        self._segments.discard(name)
+
+    def is_segment_whole(self, name: str, size_bytes: int) -> bool:
+        """Whether the segment on disk is what its name says."""
+        file = SnapshotFile(name=name, size_bytes=size_bytes, digest=name)
+        path = self._reader.segment_path(name)
+        return self._reader.compared(path, name, file, contents=True) is None
+
+    def _checked_alone(self, place: BundlePlace) -> Checked:
+        known = self._alone.get(place)
+        if known is None:
+            known = self._reader.verified(place)
+            # An error of the disk may be gone the next time.
+            if is_successful(known) or not known.failure().is_transient:
+                self._alone[place] = known
+        return known
+
+    def _looked_at(self, place: BundlePlace) -> Checked:
+        known = self._alone.get(place)
+        return self._reader.verified(place, contents=False) if known is None else known
+
+    def _with_anchor(
+        self, place: BundlePlace, checked: Checked, check: Callable[[BundlePlace], Checked]
+    ) -> Checked:
+        if not is_successful(checked) or not place.is_snapshot or place.step == 0:
+            return checked
+        anchor = check(place.anchor)
+        if not is_successful(anchor):
+            fault = anchor.failure()
+            why = f"its checkpoint {self._reader.path(place.anchor)}: {fault.why}"
+            return Failure(Fault(why=why, is_transient=fault.is_transient))
+        changed = why_not_on_anchor(checked.unwrap(), anchor.unwrap())
+        return checked if changed is None else Failure(Fault(why=changed))
+
+    def _condition(self, place: BundlePlace, checked: Checked) -> BundleCondition:
+        if place in self._doubtful:
+            return BundleCondition.UNKNOWN
+        if is_successful(checked):
+            return BundleCondition.WHOLE
+        transient = checked.failure().is_transient
+        return BundleCondition.UNKNOWN if transient else BundleCondition.DAMAGED
