@@ -7,6 +7,8 @@ it may yield another value, and then the bytes must be exactly those that `encod
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from returns.pipeline import is_successful
 from returns.result import Result
@@ -74,10 +76,17 @@ def test_damaged_payload_sealed_again_is_refused_or_canonical(kind: AnyKind) -> 
 
 
 @every_kind
-def test_deep_and_endless_payloads_are_refused(kind: AnyKind) -> None:
+def test_deep_and_endless_payloads_are_refused_and_take_no_memory(kind: AnyKind) -> None:
     payload = case(kind, "full")[HEADER_BYTES:]
-    for damaged in (*DEEP, *LONG, *(payload[:position] + LONG[0] for position in range(40))):
-        check_refused(decode_any(seal(kind.name, kind.newest_version, damaged)))
+    endless = [payload[:place] + long for place in range(0, 80, 3) for long in LONG]
+    for damaged in (*DEEP, *LONG, *endless):
+        data = seal(kind.name, kind.newest_version, damaged)
+        tracemalloc.start()
+        result = decode_any(data)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        check_refused(result)
+        assert peak_bytes < 16 * len(data) + 1_000_000
 
 
 @every_kind
