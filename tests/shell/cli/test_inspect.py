@@ -85,11 +85,11 @@ def test_damaged_file_is_described_and_is_the_answer_no(
 def test_directory_lists_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "snapshots" / "000001").mkdir(parents=True)
     (tmp_path / "snapshots" / "000001" / "state").write_bytes(STATE)
-    (tmp_path / "rows.safetensors").write_bytes(b"tensors")
+    (tmp_path / "rows.safetensors").write_bytes(b"tensors" * 1000)
     assert main(["inspect", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"file{' ' * 18}  bytes  kind           version",
-        f"rows.safetensors{' ' * 6}      7  other",
+        f"rows.safetensors{' ' * 6}   7000  other",
         f"snapshots/000001/state  {len(STATE):>5}  rollout.state        1",
     ]
 

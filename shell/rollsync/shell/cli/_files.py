@@ -7,6 +7,7 @@ from pathlib import Path
 from returns.pipeline import is_successful
 
 from rollsync.codecs import DecodeError, decode_any, describe
+from rollsync.codecs.envelope import HEADER_BYTES, MAGIC
 from rollsync.shell.errors import RollsyncError
 
 
@@ -31,17 +32,25 @@ class UndecodableFile(RollsyncError):
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of the file.
+    """The content of the file; of a file that is not rollsync's (gigabytes of weights, say) only
+    the beginning, which is enough to tell.
 
     Raises:
         UnreadableFile: There is no such file, or it may not be read.
     """
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            beginning = file.read(HEADER_BYTES)
+            return beginning + file.read() if is_ours(beginning) else beginning
     except OSError as error:
         raise UnreadableFile(
             f"{path}: {error.strerror}", remedy="name a file that rollsync has written"
         ) from error
+
+
+def is_ours(beginning: bytes) -> bool:
+    """Whether a file that begins so is rollsync's, or was before it was cut off."""
+    return MAGIC.startswith(beginning[: len(MAGIC)])
 
 
 def read_value(path: Path) -> object:

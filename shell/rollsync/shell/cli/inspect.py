@@ -14,9 +14,8 @@ import msgspec
 from returns.pipeline import is_successful
 
 from rollsync.codecs import Header, decode_any, describe, read_header
-from rollsync.codecs.envelope import MAGIC
 from rollsync.codecs.view import view
-from rollsync.shell.cli._files import UnreadableFile, read_bytes
+from rollsync.shell.cli._files import UnreadableFile, is_ours, read_bytes
 
 _SHOWN_ENTRIES = 20
 _OTHER = "other"
@@ -51,7 +50,7 @@ def _inspect_file(path: Path, as_json: bool) -> int:
     data = read_bytes(path)
     header = read_header(data)
     result = decode_any(data)
-    summary = _summary(str(path), data)
+    summary = _summary(str(path), data, path.stat().st_size)
     if as_json:
         document = {"file": msgspec.to_builtins(summary)}
         if is_successful(result):
@@ -116,19 +115,18 @@ def _summaries(directory: Path) -> Iterator[FileSummary]:
                     path=name, size_bytes=0, kind=_OTHER, version=None, problem=error.message
                 )
                 continue
-            summary = _summary(name, data)
+            summary = _summary(name, data, path.stat().st_size)
             # Tensors and a user's own files lie beside ours: they are no damage.
-            is_ours = MAGIC.startswith(data[: len(MAGIC)])
-            yield summary if is_ours else msgspec.structs.replace(summary, problem=None)
+            yield summary if is_ours(data) else msgspec.structs.replace(summary, problem=None)
 
 
-def _summary(name: str, data: bytes) -> FileSummary:
+def _summary(name: str, data: bytes, size_bytes: int) -> FileSummary:
     header = read_header(data)
     known = header.unwrap() if is_successful(header) else None
     result = decode_any(data)
     return FileSummary(
         path=name,
-        size_bytes=len(data),
+        size_bytes=size_bytes,
         kind=known.kind if known is not None else _OTHER,
         version=known.version if known is not None else None,
         problem=None if is_successful(result) else describe(result.failure()),
