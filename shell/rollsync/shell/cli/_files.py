@@ -32,19 +32,34 @@ class UndecodableFile(RollsyncError):
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of the file; of a file that is not rollsync's (gigabytes of weights, say) only
-    the beginning, which is enough to tell.
+    """The content of the file.
 
     Raises:
         UnreadableFile: There is no such file, or it may not be read.
     """
+    return _read(path, only_ours=False)
+
+
+def read_if_ours(path: Path) -> bytes:
+    """The content of a file that rollsync has written; of another one (gigabytes of weights, say)
+    only the beginning, which is enough to tell.
+
+    Raises:
+        UnreadableFile: There is no such file, or it may not be read.
+    """
+    return _read(path, only_ours=True)
+
+
+def _read(path: Path, *, only_ours: bool) -> bytes:
     try:
         with path.open("rb") as file:
             beginning = file.read(HEADER_BYTES)
-            return beginning + file.read() if is_ours(beginning) else beginning
+            if only_ours and not is_ours(beginning):
+                return beginning
+            return beginning + file.read()
     except OSError as error:
         raise UnreadableFile(
-            f"{path}: {error.strerror}", remedy="name a file that rollsync has written"
+            f"{path}: {error.strerror}", remedy="name a file that can be read"
         ) from error
 
 
@@ -60,7 +75,7 @@ def read_value(path: Path) -> object:
         UnreadableFile: There is no such file, or it may not be read.
         UndecodableFile: Its bytes are not a whole value of a known kind.
     """
-    result = decode_any(read_bytes(path))
+    result = decode_any(read_if_ours(path))
     if not is_successful(result):
         raise UndecodableFile(path, result.failure())
     return result.unwrap()

@@ -15,7 +15,7 @@ from returns.pipeline import is_successful
 
 from rollsync.codecs import Header, decode_any, describe, read_header
 from rollsync.codecs.view import view
-from rollsync.shell.cli._files import UnreadableFile, is_ours, read_bytes
+from rollsync.shell.cli._files import UnreadableFile, is_ours, read_if_ours
 
 _SHOWN_ENTRIES = 20
 _OTHER = "other"
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect_file(path: Path, as_json: bool) -> int:
-    data = read_bytes(path)
+    data = read_if_ours(path)
     header = read_header(data)
     result = decode_any(data)
     summary = _summary(str(path), data, path.stat().st_size)
@@ -109,7 +109,7 @@ def _summaries(directory: Path) -> Iterator[FileSummary]:
         if path.is_file():
             name = str(path.relative_to(directory))
             try:
-                data = read_bytes(path)
+                data = read_if_ours(path)
             except UnreadableFile as error:
                 yield FileSummary(
                     path=name, size_bytes=0, kind=_OTHER, version=None, problem=error.message
