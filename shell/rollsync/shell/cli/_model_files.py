@@ -15,7 +15,7 @@ from rollsync.codecs.refit import huggingface
 from rollsync.pure.refit import RefitError, TensorSpec, describe
 from rollsync.pure.refit.errors import ShapesError
 from rollsync.pure.refit.model_shapes import HuggingFaceConfig, kv_heads_of, model_tensors
-from rollsync.shell.cli._files import UnreadableFile, read_bytes
+from rollsync.shell.cli._files import UnreadableFile
 from rollsync.shell.errors import RollsyncError
 
 _GIVE = (
@@ -90,7 +90,7 @@ def _read_directory(directory: Path) -> ModelFiles:
 
 
 def _from_index(index: Path) -> ModelFiles:
-    names = huggingface.read_index(read_bytes(index))
+    names = huggingface.read_index(_read(index))
     if not is_successful(names):
         raise _refused(index, names.failure())
     return _from_headers([index.parent / name for name in names.unwrap()], str(index))
@@ -120,10 +120,17 @@ def _with_tied_output(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]
 
 
 def _read_config(path: Path) -> HuggingFaceConfig:
-    config = huggingface.read_config(read_bytes(path))
+    config = huggingface.read_config(_read(path))
     if not is_successful(config):
         raise _refused(path, config.failure())
     return config.unwrap()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnreadableFile(f"{path}: {error.strerror}", remedy=_GIVE) from error
 
 
 def _read_header(path: Path) -> tuple[TensorSpec, ...]:
