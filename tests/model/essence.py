@@ -36,6 +36,7 @@ def essence(node: Node) -> Hashable:
         _unnumbered(node.rows),
         node.weights,
         tuple(sorted((group_id, sibling) for group_id, sibling, _ in node.running)),
+        node.served,
         node.training,
         node.anchored,
         node.crashes,

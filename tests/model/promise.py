@@ -36,8 +36,8 @@ def broken_promise(config: Config, node: Node) -> str | None:
 def broken_end(config: Config, node: Node) -> str | None:
     """What is wrong when nothing happens by itself any more."""
     if not is_over(config, node):
-        select = config.sampler.select(node.state, config.limits(node.state))
-        admit = config.sampler.admit(node.state, config.limits(node.state))
+        select = config.sampler.select(node.state, config.limits(node.state, node.served))
+        admit = config.sampler.admit(node.state, config.limits(node.state, node.served))
         return f"deadlock: the trainer's answer is {select}, the generation's {admit}"
     for index in range(config.prompts):
         if f"p{index}" not in node.state.outcomes:

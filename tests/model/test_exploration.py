@@ -79,7 +79,9 @@ def test_whole_groups_are_restarted(sampler: BuiltInSampler) -> None:
     ids=str,
 )
 def test_other_windows(sampler: BuiltInSampler) -> None:
-    explored(Config(sampler=sampler, siblings=1, batch=1, crashes=1, faults=0, spares=0))
+    report = explored(Config(sampler=sampler, siblings=1, batch=1, crashes=1, faults=0, spares=0))
+    # One batch a step, admitted no earlier than the policy allows: nothing grows too old.
+    assert "drop (stale)" not in dict(report.kinds)
 
 
 def test_in_order_trains_the_same_batches_in_every_run() -> None:
@@ -121,7 +123,8 @@ def test_a_spare_takes_a_dropped_prompt_s_place() -> None:
 
 def test_attempts_that_fail_are_made_again() -> None:
     config = Config(sampler=InOrderSampler(), siblings=1, prompts=2, batch=1, faults=3, spares=0)
-    explored(replace(config, max_failed_attempts=2, crashes=1))
+    report = explored(replace(config, max_failed_attempts=2, crashes=1))
+    assert dict(report.kinds)["fail"] > dict(report.kinds)["drop (unrecoverable)"]
 
 
 @pytest.mark.slow

@@ -109,14 +109,14 @@ class Config(Struct, frozen=True, kw_only=True):
     )
     """Ways to resume: whether the buffer is loaded, and what becomes of reserved groups."""
 
-    def limits(self, state: RolloutState) -> SamplerLimits:
+    def limits(self, state: RolloutState, served: int) -> SamplerLimits:
         return SamplerLimits(
             num_prompts_per_step=self.batch,
             num_generations_per_prompt=self.siblings,
             granularity=self.granularity,
             buffer_capacity=self.capacity,
             prompts_left=self.handed_out(state) < self.prompts,
-            served_weight_version=state.progress.trainer_version,
+            served_weight_version=served,
         )
 
     def handed_out(self, state: RolloutState) -> int:
@@ -159,6 +159,8 @@ class Node(Struct, frozen=True, kw_only=True):
     """What each optimizer step of the live weights was made of: prompt ids, sorted."""
     running: frozenset[Attempt]
     """Generations that engines are working on."""
+    served: int
+    """Weight version that the engines serve."""
     training: tuple[str, ...] | None
     """The batch that the trainer holds; None between steps."""
     anchored: bool
@@ -191,6 +193,7 @@ def initial(config: Config) -> Node:
         rows=frozenset(),
         weights=(),
         running=frozenset(),
+        served=0,
         training=None,
         anchored=True,
         crashes=0,
@@ -211,6 +214,9 @@ def edges(config: Config, machine: Machine, node: Node) -> Iterator[Edge]:
             yield from _finalization_edges(config, machine, node, record)
     yield from _drop_edges(config, machine, node)
     yield from _training_edges(config, machine, node)
+    version = node.state.progress.trainer_version
+    if node.served < version:
+        yield Edge(label=f"sync weights {version}", node=replace(node, served=version))
     if len(node.state.rows_to_clear):
         keys = tuple(sorted(node.state.rows_to_clear))
         after = _applied(machine, node, RowsCleared(keys=keys))
@@ -220,7 +226,7 @@ def edges(config: Config, machine: Machine, node: Node) -> Iterator[Edge]:
 
 def is_over(config: Config, node: Node) -> bool:
     """Whether the run itself would end here."""
-    limits = config.limits(node.state)
+    limits = config.limits(node.state, node.served)
     return (
         isinstance(config.sampler.select(node.state, limits), NothingLeft)
         and isinstance(config.sampler.admit(node.state, limits), NothingToAdmit)
@@ -250,7 +256,7 @@ def _moved(config: Config, state: RolloutState, count: int) -> DataloaderState:
 
 def _admission_edges(config: Config, machine: Machine, node: Node) -> Iterator[Edge]:
     state = node.state
-    limits = config.limits(state)
+    limits = config.limits(state, node.served)
     answer = config.sampler.admit(state, limits)
     if isinstance(answer, AdmitBatch):
         names = " ".join(answer.event.group_ids)
@@ -331,7 +337,7 @@ def _finalization_edges(
         committed = GroupCommitted(
             group_id=group_id,
             sample_ids=rows,
-            end_weight_version=node.state.progress.trainer_version,
+            end_weight_version=node.served,
             lengths=(1,) * config.siblings,
         )
         published = replace(node, rows=node.rows | set(rows))
@@ -347,7 +353,7 @@ def _finalization_edges(
 
 
 def _drop_edges(config: Config, machine: Machine, node: Node) -> Iterator[Edge]:
-    limits = config.limits(node.state)
+    limits = config.limits(node.state, node.served)
     stale = next_stale_drop(config.sampler, node.state, limits)
     if stale is not None:
         yield _dropped(machine, node, stale.group_id, stale, "stale")
@@ -372,7 +378,7 @@ def _dropped(machine: Machine, node: Node, group_id: str, event: RolloutEvent, w
 
 def _training_edges(config: Config, machine: Machine, node: Node) -> Iterator[Edge]:
     state = node.state
-    answer = config.sampler.select(state, config.limits(state))
+    answer = config.sampler.select(state, config.limits(state, node.served))
     if isinstance(answer, TrainBatch | SkipStep) and node.training is None:
         batch = tuple(
             sorted(state.replay[name].prompt.prompt_id for name in answer.event.group_ids)
@@ -446,6 +452,7 @@ def _resume_edges(
             rows=frozenset(plan.rows_to_load).intersection(node.rows),
             weights=weights,
             running=frozenset(),
+            served=plan.state.progress.trainer_version,
             training=None,
             anchored=True,
             crashes=node.crashes + 1,
@@ -488,7 +495,7 @@ def _plan(
         raise Broken(f"the resume refuses what was saved: {describe_problem(problems[0])}")
     policy = ResumePolicy(
         sampler=config.sampler,
-        limits=config.limits(state),
+        limits=config.limits(state, state.progress.trainer_version),
         load_buffer=load_buffer,
         reserved=reserved,
         max_failed_attempts=config.max_failed_attempts,

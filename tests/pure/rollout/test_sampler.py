@@ -205,6 +205,20 @@ def test_stale_groups_are_dropped_one_by_one_but_not_while_finalizing() -> None:
     assert set(state.ledger.groups) == {"e0p2"}
 
 
+def test_nothing_starts_or_is_dropped_on_weights_that_are_too_old_already() -> None:
+    for sampler in (
+        WindowedSampler(max_staleness_versions=0),
+        WeightFifoSampler(max_staleness_versions=0),
+    ):
+        state = made_ready(admitted(0, 1), "e0p0", "e0p1")
+        state = after(state, *train(state, "e0p0", "e0p1"), reserve(2, 3))
+        assert sampler.admit(state, limits(served=0)) == Wait(reason=WaitReason.WEIGHTS)
+        assert isinstance(sampler.admit(state, limits(served=1)), AdmitBatch)
+        state = after(state, admit(state, 2, 3, version=0))
+        assert next_stale_drop(sampler, state, limits(served=0)) is None
+        assert next_stale_drop(sampler, state, limits(served=1)) is not None
+
+
 def test_a_batch_of_which_everything_is_dropped_is_skipped() -> None:
     for sampler in (ReadyFirstSampler(), WeightFifoSampler(), InOrderSampler()):
         state = admitted(0, 1, stamped=sampler.stamps_target_steps)

@@ -147,6 +147,12 @@ def oldest_version(state: RolloutState, window: int) -> int:
     return max(0, state.progress.trainer_version - window)
 
 
+def serves_stale_weights(state: RolloutState, limits: SamplerLimits, window: int) -> bool:
+    """Whether a group that starts now would be too old at once. So it is between the commit of a
+    step and the sync of its weights, if the window is narrow."""
+    return limits.served_weight_version < oldest_version(state, window)
+
+
 def stale_ready(state: RolloutState, window: int) -> tuple[str, ...]:
     """Ready groups whose weight version has left the window, in commit order."""
     oldest = oldest_version(state, window)

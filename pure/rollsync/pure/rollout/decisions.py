@@ -36,6 +36,8 @@ class WaitReason(StrEnum):
     """Generation is as far ahead of the trainer as the policy allows: a step must commit."""
     CAPACITY = "capacity"
     """The buffer has no room for a batch: groups must be trained or dropped."""
+    WEIGHTS = "weights"
+    """The engines serve weights that are too old already: they must be synced first."""
     UNFINISHED = "unfinished"
     """Groups that the batch needs are still being generated."""
     NOT_ADMITTED = "not_admitted"

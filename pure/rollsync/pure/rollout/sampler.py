@@ -26,6 +26,7 @@ from rollsync.pure.rollout._sampling import (
     more_to_come,
     oldest_version,
     ready_groups,
+    serves_stale_weights,
     stale_ready,
     take,
     unaccounted_groups,
@@ -105,7 +106,7 @@ class PromptGroupSampler(Protocol):
 
 
 class WindowedSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="windowed"):
-    """Any ready groups within the window; generation is limited by the buffer only, and what
+    """Whichever groups are ready and within the window. Only the buffer limits generation, and what
     grows older than the window is dropped as stale."""
 
     max_staleness_versions: int = 1
@@ -134,6 +135,8 @@ class WindowedSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="
         return 2 * groups_per_step - 1
 
     def admit(self, state: RolloutState, limits: SamplerLimits) -> Admission:
+        if serves_stale_weights(state, limits, self.max_staleness_versions):
+            return Wait(reason=WaitReason.WEIGHTS)
         return admit_batch(state, limits, counts_batches=False)
 
     def select(self, state: RolloutState, limits: SamplerLimits) -> Selection:
@@ -244,6 +247,8 @@ class WeightFifoSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag
         return groups_per_step * (self.max_staleness_versions + 1)
 
     def admit(self, state: RolloutState, limits: SamplerLimits) -> Admission:
+        if serves_stale_weights(state, limits, self.max_staleness_versions):
+            return Wait(reason=WaitReason.WEIGHTS)
         return admit_gated(state, limits, lookahead=self.max_staleness_versions)
 
     def select(self, state: RolloutState, limits: SamplerLimits) -> Selection:
@@ -383,8 +388,15 @@ def next_stale_drop(
     """The next group to drop as stale, ready or unfinished; None when there is none.
 
     One at a time: a drop changes what the next one means (a spare takes a place, a batch becomes
-    short), so apply it and ask again. A group that is being finalized waits until it is ready.
+    short), so apply it and ask again. A group that is being finalized waits until it is ready. And
+    while the engines serve weights that are too old themselves, nothing is dropped: what took its
+    place would be as old.
     """
+    version = state.progress.trainer_version
+    if sampler.should_abort_inflight(
+        start_weight_version=limits.served_weight_version, current_train_weight=version
+    ):
+        return None
     stale = sampler.evict(state)
     if stale:
         return drop_group(sampler, state, stale[0], reason=DropReason.STALE, limits=limits)
@@ -395,7 +407,7 @@ def next_stale_drop(
         and record.start_weight_version is not None
         and sampler.should_abort_inflight(
             start_weight_version=record.start_weight_version,
-            current_train_weight=state.progress.trainer_version,
+            current_train_weight=version,
         )
     ]
     if too_old:
