@@ -14,6 +14,8 @@ from msgspec import Struct
 BOOTSTRAP_DIRECTORY = "bootstrap"
 SEGMENTS_DIRECTORY = "segments"
 ANCHOR_FILE = "anchor.bin"
+LOCK_FILE = "writer.lock"
+"""Held by the process that writes to the run directory."""
 _STEP = re.compile(r"step_([0-9]{6,})")
 _SNAPSHOT = re.compile(r"[0-9]{6,}")
 _LEFTOVER = re.compile(r"\.(draft|trash)-[0-9]+-.+")

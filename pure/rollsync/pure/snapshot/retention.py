@@ -5,8 +5,8 @@ Rules kept here, in the order of their weight:
 1. Nothing that is protected goes: the bundle that this run resumed from, a segment that is being
    written. Nor does the newest whole bundle.
 2. An anchor stays as long as one of its snapshots does.
-3. A segment stays as long as a bundle that stays lists it; as long as one bundle cannot be read
-   just now, every segment stays.
+3. A segment stays as long as a bundle that stays lists it, or might: as long as one that stays
+   has no readable manifest, every segment stays.
 4. Damaged bundles do not count towards a limit. They go once a newer one is whole.
 5. What could not be read just now is neither counted nor removed.
 """
@@ -36,7 +36,8 @@ class ListedBundle(Struct, frozen=True, kw_only=True):
 
     place: BundlePlace
     condition: BundleCondition
-    segments: tuple[str, ...]
+    segments: tuple[str, ...] | None
+    """None: its manifest cannot be read."""
 
 
 class RetentionPlan(Struct, frozen=True, kw_only=True):
@@ -109,7 +110,9 @@ def _kept_places(
 def _free_segments(
     kept: list[ListedBundle], segments: Iterable[str], protected: frozenset[str]
 ) -> tuple[str, ...]:
-    if any(bundle.condition is BundleCondition.UNKNOWN for bundle in kept):
-        return ()
-    needed = protected.union(*(bundle.segments for bundle in kept))
+    needed = set(protected)
+    for bundle in kept:
+        if bundle.segments is None or bundle.condition is BundleCondition.UNKNOWN:
+            return ()
+        needed.update(bundle.segments)
     return tuple(sorted(name for name in segments if name not in needed))

@@ -6,7 +6,7 @@ as there is something else to look at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -112,6 +112,16 @@ class RunReader:
             if number is not None:
                 yield BundlePlace(step=step, number=number)
 
+    def directories(self) -> tuple[Path, ...]:
+        """Where what interrupted saves and removals have left can be."""
+        steps = {0, *(place.step for place in self.listing().places)}
+        return (
+            self.root,
+            self.root / SEGMENTS_DIRECTORY,
+            self.anchor_path(0),
+            *(self.snapshots_path(step) for step in sorted(steps)),
+        )
+
     def segments(self) -> tuple[str, ...]:
         """Names of all row segments on disk."""
         return tuple(filter(is_segment, self.names(self.root / SEGMENTS_DIRECTORY)))
@@ -146,13 +156,18 @@ class RunReader:
         return Success(decoded.unwrap()) if why is None else Failure(Fault(why=why))
 
     def verified(
-        self, place: BundlePlace, *, contents: bool = True
+        self,
+        place: BundlePlace,
+        *,
+        contents: bool = True,
+        but_not: Collection[str] = (),
     ) -> Result[RolloutSnapshotManifest, Fault]:
         """A bundle's manifest, if the bundle is whole. Of a snapshot, this says nothing about the
         weights that it continues from (`Survey` does).
 
         Args:
             contents: compare digests; else names and sizes only.
+            but_not: segments that were compared already.
         """
         read = self.manifest(place)
         if not is_successful(read):
@@ -161,6 +176,8 @@ class RunReader:
         directory = self.path(place)
         wanted = [(directory / file.name, file.name, file) for file in manifest.files]
         for segment in manifest.segments:
+            if segment.digest in but_not:
+                continue
             file = SnapshotFile(
                 name=segment.digest, size_bytes=segment.size_bytes, digest=segment.digest
             )

@@ -31,6 +31,7 @@ from rollsync.pure.snapshot.manifest import RolloutSnapshotManifest
 from rollsync.pure.snapshot.places import (
     ANCHOR_FILE,
     BOOTSTRAP_DIRECTORY,
+    LOCK_FILE,
     SEGMENTS_DIRECTORY,
     BundlePlace,
     draft_name,
@@ -61,7 +62,6 @@ from rollsync.shell.store.reader import RunReader, StoredBundle
 from rollsync.shell.store.survey import Survey
 
 _logger = logging.getLogger(__name__)
-LOCK_FILE = "writer.lock"
 
 
 class SnapshotStore:
@@ -286,14 +286,7 @@ class SnapshotStore:
 
     def _sweep(self) -> None:
         """Delete what interrupted saves and removals have left. What will not go stays."""
-        listing = self._reader.listing()
-        directories = [
-            self._root,
-            self._root / SEGMENTS_DIRECTORY,
-            self._root / BOOTSTRAP_DIRECTORY,
-            *(self._reader.snapshots_path(step) for step in {0, *(p.step for p in listing.places)}),
-        ]
-        for directory in directories:
+        for directory in self._reader.directories():
             try:
                 sweep(self._fs, directory)
             except OSError as error:

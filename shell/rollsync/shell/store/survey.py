@@ -29,11 +29,15 @@ class Survey:
         """Each bundle by itself, every byte compared."""
         self._doubtful: set[BundlePlace] = set()
         self._segments: set[str] = set()
+        """Whole and durable."""
+        self._compared: set[str] = set()
+        """Whole."""
 
     def start_over(self) -> None:
         """Believe only what is read from now on, except for doubts."""
         self._alone.clear()
         self._segments.clear()
+        self._compared.clear()
 
     def checked(self, place: BundlePlace) -> Checked:
         """A bundle's manifest, if it and the weights that it continues from are whole."""
@@ -62,11 +66,10 @@ class Survey:
         check = self._checked_alone if contents else self._looked_at
         checked = self._with_anchor(place, check(place), check)
         manifest = checked if is_successful(checked) else self._reader.manifest(place)
-        segments = manifest.unwrap().segments if is_successful(manifest) else ()
         return ListedBundle(
             place=place,
             condition=self._condition(place, checked),
-            segments=tuple(segment.digest for segment in segments),
+            segments=manifest.unwrap().facts.segments if is_successful(manifest) else None,
         )
 
     def forget(self, place: BundlePlace) -> None:
@@ -93,6 +96,7 @@ class Survey:
     def forget_segment(self, name: str) -> None:
         """The segment is gone."""
         self._segments.discard(name)
+        self._compared.discard(name)
 
     def is_segment_whole(self, name: str, size_bytes: int) -> bool:
         """Whether the segment on disk is what its name says."""
@@ -103,7 +107,9 @@ class Survey:
     def _checked_alone(self, place: BundlePlace) -> Checked:
         known = self._alone.get(place)
         if known is None:
-            known = self._reader.verified(place)
+            known = self._reader.verified(place, but_not=self._compared)
+            if is_successful(known):
+                self._compared.update(known.unwrap().facts.segments)
             # An error of the disk may be gone the next time.
             if is_successful(known) or not known.failure().is_transient:
                 self._alone[place] = known
