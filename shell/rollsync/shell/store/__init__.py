@@ -4,16 +4,22 @@
 `FileSystem`.
 """
 
+from rollsync.shell.store.checkup import BundleReport, Collected, RunReport, collect, examine
 from rollsync.shell.store.chosen import Chosen, FoundBundle
 from rollsync.shell.store.errors import StoreError
 from rollsync.shell.store.filesystem import FileSystem, RealFileSystem
 from rollsync.shell.store.store import SnapshotStore
 
 __all__ = [
+    "BundleReport",
     "Chosen",
+    "Collected",
     "FileSystem",
     "FoundBundle",
     "RealFileSystem",
+    "RunReport",
     "SnapshotStore",
     "StoreError",
+    "collect",
+    "examine",
 ]

@@ -50,6 +50,8 @@ class RunReport(Struct, frozen=True, kw_only=True):
 
     bundles: tuple[BundleReport, ...]
     """In the order in which a resume tries them."""
+    has_anchor: bool
+    """Whether a run has written its identity here, whole or not."""
     problems: tuple[str, ...]
     """What is wrong beside the bundles."""
     notes: tuple[str, ...]
@@ -89,6 +91,7 @@ def examine(root: Path, fs: FileSystem) -> RunReport:
         problems.extend(_strangers(reader, listing, anchor.unwrap().fingerprint))
     return RunReport(
         bundles=bundles,
+        has_anchor=anchor is not None,
         problems=tuple(problems),
         notes=tuple(_notes(reader, fs, survey, listing)),
     )
@@ -142,13 +145,20 @@ def _report(reader: RunReader, survey: Survey, place: BundlePlace) -> BundleRepo
     checked = survey.checked(place)
     readable = checked if is_successful(checked) else reader.manifest(place)
     manifest = readable.unwrap() if is_successful(readable) else None
-    parts = () if manifest is None else (*manifest.files, *manifest.segments)
+    sizes = (
+        []
+        if manifest is None
+        else [
+            *(file.size_bytes for file in manifest.files),
+            *(segment.size_bytes for segment in manifest.segments),
+        ]
+    )
     return BundleReport(
         path=str(reader.path(place).relative_to(reader.root)),
         problem=None if is_successful(checked) else checked.failure().why,
         files=0 if manifest is None else len(manifest.files),
         segments=0 if manifest is None else len(manifest.segments),
-        size_bytes=sum(part.size_bytes for part in parts),
+        size_bytes=sum(sizes),
     )
 
 
@@ -163,7 +173,8 @@ def _strangers(reader: RunReader, listing: Listing, fingerprint: str) -> Iterato
 
 def _notes(reader: RunReader, fs: FileSystem, survey: Survey, listing: Listing) -> Iterator[str]:
     for path in _leftovers(reader, fs):
-        yield f"{path.relative_to(reader.root)}: left by an interrupted save; the next one removes it"
+        left = path.relative_to(reader.root)
+        yield f"{left}: left by an interrupted save; the next one removes it"
     listed = [survey.listed(place, contents=True) for place in listing.places]
     if all(bundle.segments is not None for bundle in listed):
         needed = {name for bundle in listed for name in bundle.segments or ()}

@@ -225,6 +225,13 @@ class SnapshotStore:
             protected_segments=frozenset(self._new_segments),
         )
 
+    def close(self) -> None:
+        """Let another process write to the directory. The end of this process does so too."""
+        lock, self._lock = self._lock, None
+        self._is_prepared = False
+        if lock is not None:
+            lock.release()
+
     def _refuse_whole(self, place: BundlePlace) -> None:
         path = self._reader.path(place)
         if is_successful(self._survey.checked(place)):

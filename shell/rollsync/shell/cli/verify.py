@@ -1,0 +1,66 @@
+"""`rollsync verify DIR`: whether every file of a run directory is what its manifests say.
+
+Reads only, and needs neither torch nor ray nor vllm. Exit code 1 when something is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rollsync.shell.errors import RollsyncError
+from rollsync.shell.store import RealFileSystem, RunReport, examine
+
+
+class NoRunDirectory(RollsyncError):
+    """A directory in which no run has saved anything."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `DIR` and `--json`."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a run directory")
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a line for each bundle, in the order in which a resume would try them."""
+    directory: Path = args.directory
+    as_json: bool = args.json
+    report = examine(directory, RealFileSystem())
+    if not report.has_anchor and not report.bundles:
+        raise NoRunDirectory(
+            f"{directory}: no run has saved anything here",
+            remedy="name the directory that run.directory names in the run's configuration",
+        )
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(report), ensure_ascii=False, indent=2))
+    else:
+        print("\n".join(_lines(report)))
+    return 0 if report.is_whole else 1
+
+
+def _lines(report: RunReport) -> Iterator[str]:
+    width = max((len(bundle.path) for bundle in report.bundles), default=0)
+    for bundle in report.bundles:
+        if bundle.problem is None:
+            what = (
+                f"whole    {bundle.files} files, {bundle.segments} segments, "
+                f"{bundle.size_bytes} bytes"
+            )
+        else:
+            what = f"damaged  {bundle.problem}"
+        yield f"{bundle.path:<{width}}  {what}"
+    for problem in report.problems:
+        yield f"problem: {problem}"
+    for note in report.notes:
+        yield f"note: {note}"
+    damaged = sum(bundle.problem is not None for bundle in report.bundles)
+    first = next((each.path for each in report.bundles if each.problem is None), None)
+    yield (
+        f"{len(report.bundles)} bundles, {damaged} damaged; "
+        + (f"a resume takes {first}" if first is not None else "there is nothing to resume from")
+    )

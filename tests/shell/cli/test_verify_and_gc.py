@@ -1,0 +1,163 @@
+"""`rollsync verify` and `rollsync gc` on run directories, whole and damaged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollsync.pure.snapshot.places import LOCK_FILE
+from rollsync.shell.cli import main
+from tests.shell.store.kit import STATE, chosen_save, save_checkpoint, save_snapshot, store_at
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    """Snapshot 1, checkpoint 2, snapshots 3, 4 and 5 under it."""
+    root = tmp_path / "run"
+    store = store_at(root)
+    save_snapshot(store, 0, 1, b"rows a")
+    save_checkpoint(store, 1, 2, b"rows b")
+    for save in (3, 4, 5):
+        save_snapshot(store, 1, save, b"rows b", f"rows of {save}".encode())
+    store.close()
+    return root
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_whole_run_is_listed_in_the_order_of_a_resume(
+    run_directory: Path, capsys: Capture
+) -> None:
+    before = everything(run_directory)
+    assert main(["verify", str(run_directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:5]] == [
+        ["step_000001/snapshots/000003", "whole"],
+        ["step_000001/snapshots/000002", "whole"],
+        ["step_000001/snapshots/000001", "whole"],
+        ["step_000001", "whole"],
+        ["bootstrap/snapshots/000001", "whole"],
+    ]
+    assert lines[5:] == ["5 bundles, 0 damaged; a resume takes step_000001/snapshots/000003"]
+    assert everything(run_directory) == before
+
+
+def test_damage_is_told_in_words(run_directory: Path, capsys: Capture) -> None:
+    (run_directory / "step_000001" / "snapshots" / "000003" / STATE).write_bytes(b"state 6")
+    (run_directory / "step_000001" / "snapshots" / "000002" / STATE).unlink()
+    (run_directory / "bootstrap" / "anchor.bin").write_bytes(b"")
+    (run_directory / "bootstrap" / "notes.txt").write_bytes(b"mine")
+    (run_directory / ".draft-0-step_000002").mkdir()
+    (run_directory / "step_000001" / "events.log").write_bytes(b"")
+    (run_directory / "segments" / ("0" * 64)).write_bytes(b"")
+    assert main(["verify", str(run_directory)]) == 1
+    text = capsys.readouterr().out
+    assert f"000003  damaged  {STATE} has other content than the manifest says" in text
+    assert f"000002  damaged  {STATE} is missing" in text
+    assert "problem: " in text
+    assert "anchor.bin: " in text
+    assert "note: .draft-0-step_000002: left by an interrupted save" in text
+    assert "note: step_000001/events.log: not in the manifest" in text
+    assert f"note: segments/{'0' * 64}: no bundle needs it" in text
+    assert "notes.txt" not in text
+    assert "5 bundles, 2 damaged; a resume takes step_000001/snapshots/000001" in text
+
+
+def test_json_has_everything(run_directory: Path, capsys: Capture) -> None:
+    assert main(["verify", "--json", str(run_directory)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["bundles"]) == 5
+    assert report["bundles"][0]["problem"] is None
+    assert report["has_anchor"] is True
+
+
+def test_a_bundle_of_another_run_is_a_problem(
+    run_directory: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    other = store_at(tmp_path / "other", dataset_digest="d1")
+    path = save_snapshot(other, 0, 1)
+    path.rename(run_directory / "bootstrap" / "snapshots" / "000002")
+    assert main(["verify", str(run_directory)]) == 1
+    assert "bootstrap/snapshots/000002: it belongs to a run with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["verify", "gc"])
+def test_no_run_directory_is_said(tmp_path: Path, command: str, capsys: Capture) -> None:
+    assert main([command, str(tmp_path / "nothing")]) == 2
+    assert "cannot be listed" in capsys.readouterr().err
+    if command == "verify":
+        assert main([command, str(tmp_path)]) == 2
+        assert "no run has saved anything here" in capsys.readouterr().err
+
+
+def test_gc_says_and_does_the_same(run_directory: Path, capsys: Capture) -> None:
+    before = everything(run_directory)
+    arguments = ["gc", str(run_directory), "--trainer-checkpoints=1"]
+    assert main([*arguments, "--dry-run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert everything(run_directory) == before
+    assert main(arguments) == 0
+    done = capsys.readouterr().out.splitlines()
+    assert said[:-1] == done[:-1]
+    assert "bootstrap/snapshots/000001" in said
+    assert "step_000001/snapshots/000001" in said
+    freed = sum(map(len, before.values())) - sum(map(len, everything(run_directory).values()))
+    assert said[-1] == f"{len(said) - 1} names, would free {freed} bytes"
+    assert done[-1] == f"{len(done) - 1} names, freed {freed} bytes"
+    assert chosen_save(store_at(run_directory)) == 5
+    assert main(["verify", str(run_directory)]) == 0
+
+
+def test_gc_compares_contents_before_it_removes_anything(
+    run_directory: Path, capsys: Capture
+) -> None:
+    for name in ("000003", "000002"):
+        path = run_directory / "step_000001" / "snapshots" / name / STATE
+        path.write_bytes(b"state 9")
+    assert main(["gc", str(run_directory), "--snapshots-per-checkpoint=1"]) == 0
+    capsys.readouterr()
+    assert chosen_save(store_at(run_directory)) == 3
+
+
+def test_gc_sweeps_what_was_left(run_directory: Path, capsys: Capture) -> None:
+    (run_directory / ".draft-0-step_000002").mkdir()
+    (run_directory / ".draft-0-step_000002" / "weights").write_bytes(b"12345")
+    assert main(["gc", str(run_directory)]) == 0
+    assert ".draft-0-step_000002" in capsys.readouterr().out
+    assert not (run_directory / ".draft-0-step_000002").exists()
+
+
+HOLDING = """
+import sys
+from pathlib import Path
+from rollsync.shell.store import RealFileSystem
+lock = RealFileSystem().lock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_gc_refuses_while_a_run_writes(run_directory: Path, capsys: Capture) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", HOLDING, run_directory / LOCK_FILE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "held\n"
+        before = everything(run_directory)
+        assert main(["gc", str(run_directory)]) == 2
+        assert "another process writes" in capsys.readouterr().err
+        assert main(["gc", str(run_directory), "--dry-run"]) == 0
+        assert everything(run_directory) == before
+    assert main(["gc", str(run_directory)]) == 0
