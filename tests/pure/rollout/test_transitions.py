@@ -375,7 +375,7 @@ def any_event(state: RolloutState) -> st.SearchStrategy[RolloutEvent]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), stamped=st.booleans())
 def test_no_order_of_events_raises_or_breaks_a_rule(data: st.DataObject, stamped: bool) -> None:
     state = fresh(stamped=stamped)
