@@ -60,6 +60,9 @@ async def test_only_a_live_section_of_this_barrier_may_change_it() -> None:
     with pytest.raises(BarrierMisuse, match="has ended"):
         cell.apply(section, reserve(0))
     async with barrier.mutation(CheckpointMutationKind.RECOVERY_RESTORE) as restoring:
-        other_state = fresh(stamped=True)
-        cell.restore(restoring, other_state)
+        other_state, led_to_it = fresh(stamped=True), reserve(0)
+        heard: list[tuple[RolloutEvent, RolloutState]] = []
+        cell.listen(lambda event, after: heard.append((event, after)))
+        cell.restore(restoring, other_state, [led_to_it])
     assert cell.state is other_state
+    assert heard == [(led_to_it, other_state)]

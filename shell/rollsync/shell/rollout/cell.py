@@ -6,7 +6,7 @@ barrier, and all events of one call or none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from returns.pipeline import is_successful
 
@@ -73,8 +73,17 @@ class StateCell:
         """
         return _after(self._state, event)
 
-    def restore(self, section: DataPlaneMutationSection, state: RolloutState) -> None:
+    def restore(
+        self,
+        section: DataPlaneMutationSection,
+        state: RolloutState,
+        events: Sequence[RolloutEvent] = (),
+    ) -> None:
         """Put a whole state in place, as a restore does before the pumps start.
+
+        Args:
+            state: the state to go on from.
+            events: what led to it since it was saved; listeners are told of each, with `state`.
 
         Raises:
             BarrierMisuse: the section is not a live one of kind `recovery_restore`.
@@ -86,6 +95,9 @@ class StateCell:
                 remedy="restore inside a recovery_restore section",
             )
         self._state = state
+        for event in events:
+            for listener in self._listeners:
+                listener(event, state)
 
 
 def _after(state: RolloutState, event: RolloutEvent) -> RolloutState:

@@ -21,8 +21,8 @@ from rollsync.codecs import decode, describe
 from rollsync.pure.rollout.checkpointing import CheckpointKind, ResumeSource, RolloutTraceKind
 from rollsync.pure.rollout.episodes import EnvironmentEpisode
 from rollsync.pure.rollout.inventory import (
+    RowsUnowned,
     describe_problem,
-    owned_rows,
     restoring_problems,
     take_inventory,
 )
@@ -132,16 +132,15 @@ class RolloutRestorer(_UsesRolloutParts):
             name: decode_segment(bundle.read_segment(name), f"segment {name}")
             for name in bundle.facts.segments
         }
-        # Segments also have rows that are dead by now; what they owe is every row that is owned.
-        owned = frozenset(owned_rows(state))
-        there = [key for rows in segments.values() for key in rows if key in owned]
         problems = restoring_problems(
-            take_inventory(state, there),
+            take_inventory(state, [key for rows in segments.values() for key in rows]),
             state,
             sampler=self._sampler,
             num_prompts_per_step=self._policy.limits.num_prompts_per_step,
             buffer_capacity=self._policy.limits.buffer_capacity,
         )
+        # Segments are shared, so they also have rows that nobody owns any more: no problem.
+        problems = tuple(each for each in problems if not isinstance(each, RowsUnowned))
         if problems:
             listed = "; ".join(describe_problem(problem) for problem in problems[:5])
             raise RolloutRestoreError(
@@ -214,8 +213,7 @@ class RolloutRestorer(_UsesRolloutParts):
             await self._put(rows)
             self._trace.record(RolloutTraceKind.ROWS_LOADED, f"{len(rows)} rows")
             continued = await self._continue_episodes(bundle, validated)
-            self._cell.restore(section, validated.state)
-            self._cell.apply(section, *plan.events)
+            self._cell.restore(section, plan.state, plan.events)
             self._remember(validated.segments, sources)
         for group in plan.groups:
             self._trace.record(RolloutTraceKind.GROUP_PLANNED, group.group_id, type(group).__name__)

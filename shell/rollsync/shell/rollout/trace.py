@@ -1,11 +1,12 @@
 """Writes down what saving and restoring did, event by event.
 
-Rule kept here: the trace is a value; the recorder holds the current one and the clock.
+Rule kept here: the trace is a value; the recorder holds its events and the clock.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from rollsync.pure.rollout.checkpointing import (
@@ -27,12 +28,12 @@ class RolloutTraceRecorder:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began_s = clock()
-        self._trace = RolloutTrace()
+        self._events: deque[RolloutTraceEvent] = deque(maxlen=_KEPT_EVENTS)
 
     @property
     def trace(self) -> RolloutTrace:
         """What was recorded so far: the newest events, if there were very many."""
-        return self._trace
+        return RolloutTrace(events=tuple(self._events))
 
     def begin(self, kind: RolloutTraceKind, subject: str) -> None:
         """Record the start of an attempt: its later events count seconds from here."""
@@ -41,10 +42,8 @@ class RolloutTraceRecorder:
 
     def record(self, kind: RolloutTraceKind, subject: str, detail: str = "") -> None:
         """Record one event."""
-        event = RolloutTraceEvent(
-            kind=kind, subject=subject, detail=detail, elapsed_s=self._clock() - self._began_s
+        self._events.append(
+            RolloutTraceEvent(
+                kind=kind, subject=subject, detail=detail, elapsed_s=self._clock() - self._began_s
+            )
         )
-        kept = self._trace
-        if len(kept.events) >= _KEPT_EVENTS:
-            kept = RolloutTrace(events=kept.events[_KEPT_EVENTS // 2 :])
-        self._trace = kept.with_event(event)
