@@ -104,6 +104,25 @@ def test_files_of_two_kinds_are_not_compared(
     assert "RolloutRecoveryLedger" in capsys.readouterr().err
 
 
+def test_directory_stands_for_the_state_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, state in (("000001", FULL), ("000002", CHANGED)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.safetensors").write_bytes(b"weights")
+        write(tmp_path / name / "ledger", LEDGER)
+        write(tmp_path / name / "rollout_state.bin", state)
+    assert main(["diff", str(tmp_path / "000001"), str(tmp_path / "000002")]) == 1
+    assert capsys.readouterr().out.startswith("dispatch index: now 6\n")
+
+
+def test_directory_without_a_state_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", str(tmp_path), write(tmp_path / "ledger", LEDGER)]) == 2
+    assert "no rollout state" in capsys.readouterr().err
+
+
 def test_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = write(tmp_path / "a", FULL)
     torn = tmp_path / "b"

@@ -7,7 +7,8 @@ from pathlib import Path
 from returns.pipeline import is_successful
 
 from rollsync.codecs import DecodeError, decode_any, describe
-from rollsync.codecs.envelope import HEADER_BYTES, MAGIC
+from rollsync.codecs.envelope import HEADER_BYTES, MAGIC, read_header
+from rollsync.codecs.rollout.state import ROLLOUT_STATE
 from rollsync.shell.errors import RollsyncError
 
 
@@ -66,6 +67,23 @@ def _read(path: Path, *, only_ours: bool) -> bytes:
 def is_ours(beginning: bytes) -> bool:
     """Whether a file that begins so is rollsync's, or was before it was cut off."""
     return MAGIC.startswith(beginning[: len(MAGIC)])
+
+
+def state_file_in(directory: Path) -> Path:
+    """The rollout state directly in `directory`, for instance in a snapshot.
+
+    Raises:
+        UnreadableFile: There is none, or a file may not be read.
+    """
+    for path in sorted(directory.iterdir()):
+        if path.is_file():
+            header = read_header(_read(path, only_ours=True)[:HEADER_BYTES])
+            if is_successful(header) and header.unwrap().kind == ROLLOUT_STATE.name:
+                return path
+    raise UnreadableFile(
+        f"{directory}: no rollout state in this directory",
+        remedy="name a snapshot, a trainer checkpoint, or a file",
+    )
 
 
 def read_value(path: Path) -> object:

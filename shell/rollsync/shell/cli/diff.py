@@ -1,4 +1,4 @@
-"""`rollsync diff A B`: where two files of one kind differ.
+"""`rollsync diff A B`: where two files of one kind, or the states of two snapshots, differ.
 
 States are compared in the terms of a run (what became of which group), other kinds place by place;
 `--json` is place by place for all. Reads only, and needs neither torch nor ray nor vllm. Exit code
@@ -16,7 +16,7 @@ import msgspec
 from rollsync.codecs.view import Change, changes, view
 from rollsync.pure.rollout.diff import diff, diff_lines
 from rollsync.pure.rollout.state import RolloutState
-from rollsync.shell.cli._files import read_value
+from rollsync.shell.cli._files import read_value, state_file_in
 from rollsync.shell.errors import RollsyncError
 
 _SHOWN_CHARACTERS = 100
@@ -28,8 +28,8 @@ class DifferentKinds(RollsyncError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares `A`, `B` and `--json`."""
-    parser.add_argument("before", type=Path, metavar="A", help="a file")
-    parser.add_argument("after", type=Path, metavar="B", help="a file of the same kind")
+    parser.add_argument("before", type=Path, metavar="A", help="a file, or a snapshot directory")
+    parser.add_argument("after", type=Path, metavar="B", help="the same to compare with")
     parser.add_argument("--json", action="store_true", help="print whole values, as JSON")
 
 
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     before_path: Path = args.before
     after_path: Path = args.after
     as_json: bool = args.json
-    before = read_value(before_path)
-    after = read_value(after_path)
+    before = _value(before_path)
+    after = _value(after_path)
     if type(before) is not type(after):
         raise DifferentKinds(
             f"{before_path} holds a {type(before).__name__}, {after_path} a {type(after).__name__}",
@@ -55,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
         for change in found:
             print(_line(change))
     return 1 if found else 0
+
+
+def _value(path: Path) -> object:
+    return read_value(state_file_in(path) if path.is_dir() else path)
 
 
 def _line(change: Change) -> str:

@@ -61,7 +61,7 @@ def _gc() -> CommandModule:
 COMMANDS: tuple[Command, ...] = (
     Command("plan", "what a refit will move, hold and take, from a model's shapes", _plan),
     Command("inspect", "print what is in a rollsync file, or in a directory of them", _inspect),
-    Command("diff", "print where two rollsync files of one kind differ", _diff),
+    Command("diff", "print where two rollsync files of one kind, or two snapshots, differ", _diff),
     Command("verify", "check every file of a run directory", _verify),
     Command("gc", "remove from a run directory what retention does not keep", _gc),
 )
