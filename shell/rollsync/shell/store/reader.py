@@ -144,11 +144,12 @@ class RunReader:
         """A bundle's manifest, if it is one of that place."""
         path = self.path(place) / MANIFEST_FILE
         try:
+            fault = self._no_file(path, MANIFEST_FILE)
+            if fault is not None:
+                return Failure(fault)
             data = read_file(self._fs, path)
-        except FileNotFoundError:
-            return Failure(Fault(why=f"{MANIFEST_FILE} is missing"))
         except OSError as error:
-            return Failure(Fault(why=str(error), is_transient=True))
+            return Failure(Fault(why=f"{MANIFEST_FILE} cannot be read: {error}", is_transient=True))
         decoded = decode(data, RolloutSnapshotManifest)
         if not is_successful(decoded):
             return Failure(Fault(why=f"{MANIFEST_FILE}: {describe(decoded.failure())}"))
@@ -193,11 +194,10 @@ class RunReader:
     ) -> Fault | None:
         """What is wrong with a file that should have this size and digest, or None."""
         try:
-            status = status_of(self._fs, path)
-            if status is None:
-                return Fault(why=f"{label} is missing")
-            if status.kind is not EntryKind.FILE:
-                return Fault(why=f"{label} is no regular file")
+            fault = self._no_file(path, label)
+            if fault is not None:
+                return fault
+            status = self._fs.status(path)
             if status.size_bytes != file.size_bytes:
                 return Fault(
                     why=f"{label} has {status.size_bytes} bytes, "
@@ -207,6 +207,14 @@ class RunReader:
                 return Fault(why=f"{label} has other content than the manifest says")
         except OSError as error:
             return Fault(why=f"{label} cannot be read: {error}", is_transient=True)
+        return None
+
+    def _no_file(self, path: Path, label: str) -> Fault | None:
+        status = status_of(self._fs, path)
+        if status is None:
+            return Fault(why=f"{label} is missing")
+        if status.kind is not EntryKind.FILE:
+            return Fault(why=f"{label} is no regular file")
         return None
 
 
