@@ -85,3 +85,10 @@ def test_every_flipped_bit_of_the_header_is_refused_or_read_without_another_erro
         except SegmentError:
             refused += 1
     assert refused > header * 4
+
+
+@pytest.mark.parametrize("start", [b'{"__metadata__":', b'{"0":'])
+def test_a_deep_header_is_refused(start: bytes) -> None:
+    header = start + b"[" * 100_000 + b"}"
+    with pytest.raises(SegmentError):
+        decode_segment(len(header).to_bytes(8, "little") + header, "deep")

@@ -86,7 +86,7 @@ def decode_segment(data: bytes, name: str) -> dict[str, StoredRow]:
     try:
         index = msgspec.json.decode(_metadata(data), type=_Index)
         tensors = load(data)
-    except (SafetensorError, msgspec.MsgspecError, ValueError, KeyError) as error:
+    except (SafetensorError, msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
         raise SegmentError(f"{name}: not a row segment: {error}") from error
     if len(index.tags) != len(index.keys) or len(set(index.keys)) != len(index.keys):
         raise SegmentError(f"{name}: {len(index.keys)} keys with {len(index.tags)} tags, or twice")
