@@ -89,7 +89,7 @@ async def test_an_invariant_error_stops_the_run_at_once(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.ready(0)
     await world.plane.clear(PARTITION, ["e0p0/1"])
-    with pytest.raises(RolloutSaveError, match="state is wrong") as caught:
+    with pytest.raises(RolloutSaveError, match="failed for good") as caught:
         await pump(world, FAST).run(asyncio.Event())
     assert caught.value.result.reason is Reason.INVARIANT_ERROR
     assert world.archive.calls.count("begin") == 1

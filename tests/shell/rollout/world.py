@@ -45,6 +45,7 @@ from rollsync.shell.rollout.archive import BundleFacts, Chosen, RefusedBundle
 from rollsync.shell.rollout.barrier import CheckpointMutationKind, DataPlaneCheckpointBarrier
 from rollsync.shell.rollout.bundle_writer import BundleWriter
 from rollsync.shell.rollout.cell import StateCell
+from rollsync.shell.rollout.controller import RunArchive
 from rollsync.shell.rollout.data_plane import InProcessDataPlane, Row
 from rollsync.shell.rollout.environments import EnvironmentCheckpoint, NoEnvironmentCheckpoint
 from rollsync.shell.rollout.parts import RolloutParts
@@ -52,6 +53,8 @@ from rollsync.shell.rollout.replay_buffer import TQReplayBuffer
 from rollsync.shell.rollout.restore import RestoredRollout, RolloutRestorer
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 from rollsync.shell.rollout.trace import RolloutTraceRecorder
+from rollsync.shell.store import SnapshotStore
+from rollsync.shell.store.filesystem import FileSystem
 from tests.pure.rollout.events_kit import admit, dispatch, fresh, reserve, seal
 
 PARTITION = "run"
@@ -224,6 +227,7 @@ class World:
         num_prompts_per_step: int = 2,
         plane: InProcessDataPlane | None = None,
         archive: PlainArchive | None = None,
+        store_on: FileSystem | None = None,
     ) -> None:
         chosen: BuiltinSampler = WindowedSampler() if sampler is None else sampler
         self.sampler: PromptGroupSampler = chosen
@@ -261,8 +265,19 @@ class World:
             log_metrics=self.metrics.append,
             trace=self.trace,
         )
-        self.writer = BundleWriter(self.archive)
-        self.snapshotter = RolloutSnapshotter(self.parts, archive=self.archive, writer=self.writer)
+        self._archive: RunArchive = self.archive
+        self.store: SnapshotStore | None = None
+        """The real store, if the test wants it on a file system."""
+        if store_on is not None:
+            self.store = SnapshotStore(
+                root,
+                config=self.parts.master_config,
+                dataset_digest=self.samples.digest,
+                fs=store_on,
+            )
+            self._archive = self.store
+        self.writer = BundleWriter(self._archive)
+        self.snapshotter = RolloutSnapshotter(self.parts, archive=self._archive, writer=self.writer)
         self.buffer_capacity = buffer_capacity
 
     @property
@@ -321,8 +336,13 @@ class World:
 
     async def restore(self, policy: ResumePolicy | None = None) -> RestoredRollout | None:
         return await RolloutRestorer(
-            self.parts, archive=self.archive, policy=policy or self.policy(), writer=self.writer
+            self.parts, archive=self._archive, policy=policy or self.policy(), writer=self.writer
         ).restore()
+
+    def die(self) -> None:
+        """What the end of the process does: another may write to the run directory."""
+        if self.store is not None:
+            self.store.close()
 
     async def rows(self) -> dict[str, Row]:
         """Everything in the plane."""

@@ -1,6 +1,6 @@
 """Saves a snapshot every interval, and a last one before a deadline.
 
-Rule kept here: an invariant error ends the run at once; an I/O error or a timeout is tolerated as
+Rule kept here: what another attempt cannot mend (an invariant error) ends the run at once; an I/O error or a timeout is tolerated as
 long as not too many come in a row. When to save is decided by `pure`.
 """
 
@@ -103,8 +103,8 @@ class SnapshotPump:
         if result.reason is RolloutCheckpointAttemptReason.INVARIANT_ERROR:
             raise RolloutSaveError(
                 result,
-                f"saving found that the run's state is wrong: {cause}",
-                remedy="stop here; resume from the newest snapshot",
+                f"the run may not go on, saving it failed for good: {cause}",
+                remedy="mend what the message says, and resume from the newest snapshot",
             ) from cause
         self._failures += 1
         if self._failures > self._config.max_consecutive_failures:

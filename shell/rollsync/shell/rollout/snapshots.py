@@ -251,7 +251,8 @@ class RolloutSnapshotter(_UsesRolloutParts):
             case RolloutInvariantError():
                 return Reason.INVARIANT_ERROR
             case _:
-                # A bug: what it says about the state is not known, so nothing may go on from it.
+                # A store that refuses (another run's directory), or a bug: another attempt would
+                # end the same, and a run that cannot be saved is not to go on unnoticed.
                 return Reason.INVARIANT_ERROR
 
     async def _prune(self) -> None:
