@@ -1,7 +1,8 @@
 """Saves a snapshot every interval, and a last one before a deadline.
 
-Rule kept here: what another attempt cannot mend (an invariant error) ends the run at once; an I/O error or a timeout is tolerated as
-long as not too many come in a row. When to save is decided by `pure`.
+Rule kept here: what another attempt cannot mend (an invariant error) ends the run at once; an I/O
+error or a timeout is tolerated as long as not too many come in a row. When to save is decided by
+`pure`.
 """
 
 from __future__ import annotations
