@@ -105,7 +105,12 @@ def delete_tree(fs: FileSystem, path: Path) -> None:
 
 def sweep(fs: FileSystem, directory: Path) -> None:
     """Delete what interrupted writes and removals have left in a directory."""
-    for name in filter(is_leftover, names_in(fs, directory)):
+    leftovers = [name for name in names_in(fs, directory) if is_leftover(name)]
+    if leftovers:
+        # Of a process that was killed before its rename was durable, a bundle would come back
+        # under its former name, and half deleted.
+        fs.sync_directory(directory)
+    for name in leftovers:
         delete_tree(fs, directory / name)
 
 
