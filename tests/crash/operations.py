@@ -121,7 +121,12 @@ class SimulatedFileSystem:
             if operation.verb is Verb.SYNC_FILE:
                 self.disk.fail_sync_file(operation.path)
             raise failure
-        operation.apply(self.disk)
+        try:
+            operation.apply(self.disk)
+        except OSError:
+            # It changed nothing, as a look would.
+            self.operations[index] = Operation(Verb.STATUS, operation.path)
+            raise
 
     def create(self, path: Path) -> WritableFile:
         self._do(Operation(Verb.CREATE, str(path)))
@@ -138,6 +143,19 @@ class SimulatedFileSystem:
         self.operations[index] = Operation(Verb.WRITE, path, written)
         self.disk.append(path, written)
         return len(written)
+
+    def write_as_others(self, path: Path, data: bytes) -> None:
+        """What a trainer or an environment does: a file, perhaps in new directories, and nothing
+        of it durable."""
+        for directory in reversed(path.parents):
+            try:
+                self.disk.directory(str(directory))
+            except FileNotFoundError:
+                self._do(Operation(Verb.MAKE_DIRECTORY, str(directory)))
+        self._do(Operation(Verb.CREATE, str(path)))
+        left = data
+        while left:
+            left = left[self.write(str(path), left[: len(data) // 2 + 1]) :]
 
     def read(self, path: Path) -> Iterator[bytes]:
         self._do(Operation(Verb.READ, str(path)))
