@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
+from returns.pipeline import is_successful
 from returns.result import Result
 from rpds import HashTrieMap, HashTrieSet, Queue
 
@@ -238,7 +239,8 @@ def _running_attempts_kept(state: RolloutState, policy: ResumePolicy) -> ResumeP
     for event in plan.events:
         if not isinstance(event, RecoveryRedispatched):
             kept = apply(kept, event).value_or(kept)
-    return replace(plan, state=kept)
+    legal = tuple(event for event in plan.dispatches if is_successful(apply(kept, event)))
+    return replace(plan, state=kept, dispatches=legal)
 
 
 def _stale_garbage_kept(state: RolloutState) -> RolloutState:

@@ -71,7 +71,6 @@ def test_whole_groups_are_restarted(sampler: BuiltInSampler) -> None:
     [
         WindowedSampler(sample_freshest_first=True),
         ReadyFirstSampler(max_staleness_versions=0),
-        ReadyFirstSampler(max_staleness_versions=2),
         WeightFifoSampler(max_staleness_versions=0),
         InOrderSampler(max_lookahead_versions=0),
         InOrderSampler(max_lookahead_versions=2),

@@ -43,7 +43,6 @@ from rollsync.pure.rollout import (
     ReservedGroups,
     ResumePlan,
     ResumePolicy,
-    RolloutAttemptStatus,
     RolloutEvent,
     RolloutState,
     SamplerLimits,
@@ -64,8 +63,8 @@ from rollsync.pure.rollout import (
     take_inventory,
     why,
 )
+from rollsync.pure.rollout.dispatch import next_dispatch
 from rollsync.pure.rollout.events import (
-    AttemptDispatched,
     AttemptFailed,
     BatchReserved,
     ClaimsReleased,
@@ -287,16 +286,12 @@ def _generation_edges(
     exhausted = is_exhausted(record, max_failed_attempts=config.max_failed_attempts)
     for sibling in record.siblings:
         last = sibling.attempts[-1]
-        again = last.status in (RolloutAttemptStatus.FAILED, RolloutAttemptStatus.ABANDONED)
-        if not exhausted and (again or last.status is RolloutAttemptStatus.RESERVED):
-            index = last.index + 1 if again else last.index
-            event = AttemptDispatched(
-                group_id=group_id, sibling_index=sibling.index, attempt_index=index
-            )
+        event = None if exhausted else next_dispatch(record, sibling.index)
+        if event is not None:
+            attempt = (group_id, sibling.index, event.attempt_index)
             after = _applied(machine, node, event)
-            running = node.running | {(group_id, sibling.index, index)}
-            label = f"dispatch {group_id}/{sibling.index} attempt {index}"
-            yield Edge(label=label, node=replace(after, running=running))
+            label = f"dispatch {group_id}/{sibling.index} attempt {event.attempt_index}"
+            yield Edge(label=label, node=replace(after, running=node.running | {attempt}))
         attempt = (group_id, sibling.index, last.index)
         if attempt in node.running:
             yield from _ending_edges(config, machine, node, attempt)
@@ -500,4 +495,28 @@ def _plan(
         reserved=reserved,
         max_failed_attempts=config.max_failed_attempts,
     )
-    return machine.plan_resume(state, policy)
+    plan = machine.plan_resume(state, policy)
+    _check_plan(machine, state, plan)
+    return plan
+
+
+def _check_plan(machine: Machine, saved: RolloutState, plan: ResumePlan) -> None:
+    """The plan speaks of every group once, and the work that it lists can be done."""
+    planned = sorted(group.group_id for group in plan.groups)
+    if planned != sorted({*saved.ledger.groups, *saved.replay}):
+        raise Broken(f"the plan speaks of {planned}, and not of each saved group once")
+    state = plan.state
+    for event in plan.dispatches:
+        result = machine.apply(state, event)
+        if not is_successful(result):
+            raise Broken(f"the plan's dispatch is refused: {why(result.failure())}")
+        state = result.unwrap()
+    idle = [
+        record.group_id
+        for record in state.ledger.groups.values()
+        if record.phase is PromptGroupPhase.ADMITTED
+        and record.group_id not in plan.to_finalize
+        and all(next_dispatch(record, sibling.index) for sibling in record.siblings)
+    ]
+    if idle:
+        raise Broken(f"the plan leaves {idle[0]} to nobody")

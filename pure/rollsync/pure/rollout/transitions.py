@@ -8,8 +8,8 @@ The table. A group's place is written `phase/status`; "attempt" is the sibling's
 
 event                        needs                                effect
 ---------------------------  -----------------------------------  ---------------------------------
-BatchReserved                prompts go on where the dataloader   + groups reserved/generating
-                             stopped; ids new
+BatchReserved                prompts go on where the dataloader   + groups reserved/generating;
+                             stopped; ids new                     the epoch is the dataloader's
 ReserveFilled                the same                             + prompts at the reserve's end
 ReserveDrawn                 that many prompts in the reserve     reserve -> reserved/generating
 BatchAdmitted                all reserved; next dispatch index;   -> admitted; cursor + 1;
@@ -30,7 +30,7 @@ GroupsClaimed                no open step; ready; the next step;  step opens and
 ClaimsReleased               that step open, window closed        step closes, groups ready again
 OptimizerCommitOpened        that step open, window closed        window opens
 StepCommitted                that step open, window open;         groups trained, rows to clear;
-                             version + 1                          counters + 1; step closes
+                             version + 1                          step and version + 1; step closes
 GroupDropped                 not finalizing, or ready             outcome noted; rows to clear;
                              and not claimed                      replacement, or shortfall
 RowsCleared                  all of them waiting to be cleared    forgotten
