@@ -342,6 +342,31 @@ def test_what_cannot_be_deleted_neither_fails_a_save_nor_keeps_the_rest(tmp_path
     assert names(tmp_path / "bootstrap" / "snapshots") == ["000004", "000005"]
 
 
+@pytest.mark.parametrize(
+    "failing", [("rename", r"\.trash-0-000001$"), ("sync_directory", "bootstrap/snapshots$")]
+)
+def test_a_bundle_that_may_keep_its_name_keeps_its_segments(
+    tmp_path: Path, failing: tuple[str, str]
+) -> None:
+    fs = FailingFileSystem()
+    store = store_at(tmp_path, fs=fs, snapshots_per_checkpoint=1)
+    for save in (1, 2, 3):
+        save_snapshot(store, 0, save, f"rows {save}".encode())
+    fs.failing = [failing]
+    with pytest.raises(OSError, match="Input/output error"):
+        store.prune()
+    fs.failing = []
+    assert len(names(tmp_path / "segments")) == 3
+    for number, directory in ((1, "000001"), (2, "000002"), (3, "000003")):
+        snapshots = tmp_path / "bootstrap" / "snapshots"
+        for name in (directory, f".trash-0-{directory}"):
+            if (snapshots / name).exists():
+                assert (snapshots / name / STATE).read_bytes() == state_of(number)
+    store.prune()
+    save_snapshot(store, 0, 4, b"rows 4")
+    assert names(tmp_path / "bootstrap" / "snapshots") == ["000003", "000004"]
+
+
 def test_what_cannot_be_read_just_now_is_passed_over_and_kept(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save_snapshot(store, 0, 1, b"rows a")

@@ -6,8 +6,6 @@ listed them; what cannot be deleted keeps nothing else from being deleted.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rollsync.pure.config import RetentionConfig
 from rollsync.pure.snapshot.places import BundlePlace
 from rollsync.pure.snapshot.retention import (
@@ -73,23 +71,27 @@ def carry_out(
     fs: FileSystem, reader: RunReader, survey: Survey, decided: RetentionPlan
 ) -> tuple[str, ...]:
     """Remove what a plan says. Raises as `prune` does."""
-    gone: list[Path] = []
-    trash: list[Path] = []
+    failures: list[OSError] = []
     places = [BundlePlace(step=step, number=0) for step in decided.anchors]
+    gone, trash = [], []
     for place in (*places, *decided.snapshots):
-        path = reader.path(place)
         survey.forget(place)
-        trash.append(displace(fs, path))
-        gone.append(path)
-    segments = [reader.segment_path(name) for name in decided.segments]
-    for name in decided.segments:
+        try:
+            trash.append(displace(fs, reader.path(place)))
+        except OSError as error:
+            failures.append(error)
+        else:
+            gone.append(reader.path(place))
+    # A bundle that kept its name, or may have it again after a power failure, needs its segments.
+    segments = () if failures else decided.segments
+    for name in segments:
         survey.forget_segment(name)
-    failed: OSError | None = None
-    for path in (*trash, *segments):
+    gone.extend(reader.segment_path(name) for name in segments)
+    for path in (*trash, *(reader.segment_path(name) for name in segments)):
         try:
             delete_tree(fs, path)
         except OSError as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
-    return tuple(str(path.relative_to(reader.root)) for path in (*gone, *segments))
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return tuple(str(path.relative_to(reader.root)) for path in gone)
