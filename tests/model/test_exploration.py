@@ -6,6 +6,8 @@ worlds of three prompts with two siblings each are marked slow.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
@@ -135,3 +137,7 @@ def test_three_prompts_with_two_siblings() -> None:
     total = sum(report.states for report in reports)
     print(f"{total} distinct states in all")
     assert total >= 200_000
+    document = (Path(__file__).parents[2] / "docs" / "resume-correctness.md").read_text()
+    for report in reports:
+        row = f"{report.states:,} | {report.transitions:,} | {crashes(report):,} |"
+        assert row in document, f"docs/resume-correctness.md has other counts than {row}"
