@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from rollsync.codecs import encode
+from rollsync.codecs import decode, encode
 from rollsync.pure.rollout.account import account
 from rollsync.pure.rollout.checkpointing import RolloutTraceKind as Kind
+from rollsync.pure.rollout.checkpointing import TQReplayMetadataState
 from rollsync.pure.rollout.events import GroupsClaimed
 from rollsync.pure.rollout.sampler import (
     InOrderSampler,
@@ -23,6 +24,7 @@ from rollsync.pure.rollout.sampler import (
 from rollsync.pure.rollout.state import Dropped, PromptPlace
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.rollout.archive import STATE_FILE
+from rollsync.shell.rollout.captured import DATA_PLANE_FILE, REPLAY_METADATA_FILE
 from rollsync.shell.rollout.data_plane import InProcessDataPlane, Row, Tags
 from rollsync.shell.rollout.segments import SegmentError
 from tests.pure.rollout.events_kit import admit, dispatch, reserve
@@ -126,6 +128,59 @@ async def test_a_state_file_of_another_save_is_refused(tmp_path: Path) -> None:
     await world.admit(5, 6)
     (bundle / STATE_FILE).write_bytes(encode(world.state))
     await refused(World(tmp_path), "field sampler_dispatch_index of the manifest is 1")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [(REPLAY_METADATA_FILE, "replay_digest"), (DATA_PLANE_FILE, "replay_digest")],
+)
+async def test_a_metadata_file_of_another_save_is_refused(
+    tmp_path: Path, name: str, field: str
+) -> None:
+    world = await saved(tmp_path / "a")
+    other = World(tmp_path / "b")
+    await other.ready(0, 1)
+    await other.plane.put(PARTITION, {"e0p0/0": {"advantages": row_of("x")["logprobs"]}})
+    await other.admit(2, 3)
+    await other.seal("e0p2", 0)
+    await other.do(reserve(4))
+    assert (await other.snapshotter.save_rollout_snapshot()).saved
+    (mine,), (theirs,) = world.archive.bundles(), other.archive.bundles()
+    (mine / name).write_bytes((theirs / name).read_bytes())
+    error = await refused(World(tmp_path / "a"), f"field {field}")
+    assert DATA_PLANE_FILE in str(error)
+
+
+@pytest.mark.asyncio
+async def test_the_ledger_of_another_save_is_refused(tmp_path: Path) -> None:
+    world = await saved(tmp_path)
+    (bundle,) = world.archive.bundles()
+    await world.do(dispatch("e0p3", 0))
+    (bundle / STATE_FILE).write_bytes(encode(world.state))
+    await refused(World(tmp_path), "field ledger_digest")
+
+
+@pytest.mark.asyncio
+async def test_the_metadata_says_what_was_saved(tmp_path: Path) -> None:
+    world = await saved(tmp_path)
+    (bundle,) = world.archive.bundles()
+    replay = decode((bundle / REPLAY_METADATA_FILE).read_bytes(), TQReplayMetadataState).unwrap()
+    assert [group.group_id for group in replay.groups] == ["e0p0", "e0p1"]
+    assert replay.groups[0].sample_ids == ("e0p0/0", "e0p0/1")
+    assert replay.groups[0].fields == ("logprobs", "tokens")
+    after = World(tmp_path)
+    restored = await after.restore()
+    assert restored is not None
+    metadata = restored.source.data_plane_metadata
+    assert metadata is not None
+    assert metadata.sampler_name == "windowed"
+    assert (metadata.replay_group_count, metadata.ledger_group_count) == (2, 3)
+    assert (await after.snapshotter.save_rollout_snapshot()).saved
+    again = after.archive.bundles()[1] / REPLAY_METADATA_FILE
+    assert again.read_bytes() == (bundle / REPLAY_METADATA_FILE).read_bytes(), (
+        "what a resume has read is described as it was"
+    )
 
 
 @pytest.mark.asyncio

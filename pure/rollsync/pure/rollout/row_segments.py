@@ -22,6 +22,10 @@ class SavedRow(Struct, frozen=True, kw_only=True):
     segment: str
     revision: int
     """The row's revision in the data plane then."""
+    fields: tuple[str, ...] = ()
+    """Names of its tensors, sorted."""
+    tags: tuple[tuple[str, str], ...] = ()
+    """Its tags as text, sorted by name."""
 
 
 class RowSegments(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ buffer; what earlier saves wrote is remembered only after it is durable.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -21,7 +21,7 @@ from rollsync.pure.rollout.capture import (
     capture,
     describe_refusal,
 )
-from rollsync.pure.rollout.checkpointing import CheckpointKind
+from rollsync.pure.rollout.checkpointing import CapturedRolloutState, CheckpointKind
 from rollsync.pure.rollout.inventory import describe_problem, saving_problems, take_inventory
 from rollsync.pure.rollout.row_segments import RowSegments, SavedRow, plan_row_save
 from rollsync.pure.rollout.state import RolloutState
@@ -32,8 +32,15 @@ from rollsync.shell.rollout.archive import (
     BundleFacts,
     SnapshotArchive,
 )
+from rollsync.shell.rollout.captured import (
+    DATA_PLANE_FILE,
+    REPLAY_METADATA_FILE,
+    SavingRun,
+    captured_state,
+    data_plane_metadata,
+)
 from rollsync.shell.rollout.data_plane import PinnedRows, StoredRow
-from rollsync.shell.rollout.segments import encode_segment, row_bytes
+from rollsync.shell.rollout.segments import encode_segment, row_bytes, saved_row
 from rollsync.shell.rollout.settle import settled
 
 _ROWS_PER_READ = 256
@@ -69,10 +76,11 @@ class WrittenBundle(Struct, frozen=True, kw_only=True):
     """What a save wrote."""
 
     path: Path
-    prepared: PreparedBundle
+    captured: CapturedRolloutState
     segment_bytes: int
     """Bytes of new segments."""
-    state_bytes: int
+    file_bytes: int
+    """Bytes of the state's files."""
 
 
 class BundleWriter:
@@ -106,7 +114,7 @@ class BundleWriter:
         pinned: PinnedRows,
         draft: BundleDraft,
         *,
-        environment_fingerprint: str | None,
+        run: SavingRun,
         published: Callable[[WrittenBundle], None],
     ) -> None:
         """Write and publish `draft`.
@@ -118,9 +126,22 @@ class BundleWriter:
         Raises:
             OSError, DataPlaneError: nothing was published.
         """
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
         rows, segment_bytes = await self._write_rows(prepared.rows, pinned)
-        state = prepared.capture.state
-        state_data = await settled(asyncio.to_thread(encode, state))
+        rows_save_s = clock() - started_s
+        captured = await settled(
+            asyncio.to_thread(
+                captured_state,
+                prepared.capture,
+                rows.rows,
+                run,
+                mutation_version=prepared.mutation_version,
+                rows_save_s=rows_save_s,
+            )
+        )
+        files = await settled(asyncio.to_thread(_files, captured, run, prepared.kind))
+        state = captured.state
         facts = BundleFacts(
             kind=prepared.kind,
             base_train_step=state.progress.train_steps,
@@ -129,20 +150,20 @@ class BundleWriter:
             sampler_dispatch_index=state.sampler_dispatch_index,
             mutation_version=prepared.mutation_version,
             rolled_back_train_group_count=prepared.capture.rolled_back_train_group_count,
-            environment_fingerprint=environment_fingerprint,
+            environment_fingerprint=run.environment_fingerprint,
             segments=tuple(rows.row_counts),
         )
 
         async def publish() -> None:
-            path = await asyncio.to_thread(draft.publish, facts, {STATE_FILE: state_data})
+            path = await asyncio.to_thread(draft.publish, facts, files)
             # Only now: of segments that no bundle lists, retention may remove any.
             self._saved = rows
             published(
                 WrittenBundle(
                     path=path,
-                    prepared=prepared,
+                    captured=captured,
                     segment_bytes=segment_bytes,
-                    state_bytes=len(state_data),
+                    file_bytes=sum(len(data) for data in files.values()),
                 )
             )
 
@@ -153,7 +174,7 @@ class BundleWriter:
     ) -> tuple[RowSegments, int]:
         """Segments that hold the needed rows, oldest first, and the bytes of the new ones."""
         plan = await settled(asyncio.to_thread(plan_row_save, needed, self._saved))
-        segments = _NewSegments(self._archive)
+        segments = _NewSegments(self._archive, needed)
         for start in range(0, len(plan.write), _ROWS_PER_READ):
             segments.add(await pinned.get(plan.write[start : start + _ROWS_PER_READ]))
             if segments.pending_bytes >= _SEGMENT_BYTES:
@@ -161,22 +182,23 @@ class BundleWriter:
         await settled(asyncio.to_thread(segments.flush))
         counts = {name: self._saved.row_counts[name] for name in plan.keep}
         rows = {key: row for key, row in self._saved.rows.items() if row.segment in counts}
-        for name, keys in segments.written.items():
+        for name, written in segments.written.items():
             counts.pop(name, None)  # Written again with equal content: it is the newest now.
-            counts[name] = len(keys)
-            rows.update({key: SavedRow(segment=name, revision=needed[key]) for key in keys})
+            counts[name] = len(written)
+            rows.update(written)
         return RowSegments(rows=rows, row_counts=counts), segments.written_bytes
 
 
 class _NewSegments:
     """Collects rows and writes them when there are enough. `flush` blocks."""
 
-    def __init__(self, archive: SnapshotArchive) -> None:
+    def __init__(self, archive: SnapshotArchive, revisions: Mapping[str, int]) -> None:
         self._archive = archive
+        self._revisions = revisions
         self._pending: dict[str, StoredRow] = {}
         self.pending_bytes = 0
-        self.written: dict[str, tuple[str, ...]] = {}
-        """Keys by segment."""
+        self.written: dict[str, dict[str, SavedRow]] = {}
+        """Rows by key, by segment."""
         self.written_bytes = 0
 
     def add(self, rows: dict[str, StoredRow]) -> None:
@@ -187,7 +209,11 @@ class _NewSegments:
         if not self._pending:
             return
         data = encode_segment(self._pending)
-        self.written[self._archive.put_segment(data)] = tuple(self._pending)
+        name = self._archive.put_segment(data)
+        self.written[name] = {
+            key: saved_row(row, segment=name, revision=self._revisions[key])
+            for key, row in self._pending.items()
+        }
         self.written_bytes += len(data)
         self._pending = {}
         self.pending_bytes = 0
@@ -210,3 +236,13 @@ def _check(kept: Capture, rows_there: Collection[str]) -> None:
             f"{len(problems)} problems, first: {describe_problem(problems[0])}",
             remedy="stop the run: a resume from this state would be wrong",
         )
+
+
+def _files(
+    captured: CapturedRolloutState, run: SavingRun, kind: CheckpointKind
+) -> dict[str, bytes]:
+    return {
+        STATE_FILE: encode(captured.state),
+        REPLAY_METADATA_FILE: encode(captured.replay_metadata),
+        DATA_PLANE_FILE: encode(data_plane_metadata(captured, run, kind)),
+    }

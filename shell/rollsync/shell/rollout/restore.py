@@ -11,33 +11,26 @@ Rules kept here:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
-from returns.pipeline import is_successful
 
-from rollsync.codecs import decode, describe
-from rollsync.pure.rollout.checkpointing import CheckpointKind, ResumeSource, RolloutTraceKind
-from rollsync.pure.rollout.episodes import EnvironmentEpisode
-from rollsync.pure.rollout.inventory import (
-    RowsUnowned,
-    describe_problem,
-    restoring_problems,
-    take_inventory,
+from rollsync.pure.rollout.checkpointing import (
+    CheckpointKind,
+    ResumeSource,
+    RolloutTraceKind,
 )
-from rollsync.pure.rollout.resume import ResumePlan, ResumePolicy, SiblingsResumed, plan_resume
-from rollsync.pure.rollout.row_segments import RowSegments, SavedRow
+from rollsync.pure.rollout.episodes import EnvironmentEpisode
+from rollsync.pure.rollout.resume import ResumePlan, ResumePolicy, SiblingsResumed
+from rollsync.pure.rollout.row_segments import RowSegments
 from rollsync.pure.rollout.state import (
     DatumSpec,
-    PromptReference,
     RolloutAttemptStatus,
     RolloutState,
 )
-from rollsync.shell.errors import RollsyncError
 from rollsync.shell.rollout.archive import (
     ENVIRONMENT_DIRECTORY,
-    STATE_FILE,
     FoundBundle,
     ResumeArchive,
 )
@@ -45,14 +38,17 @@ from rollsync.shell.rollout.barrier import CheckpointMutationKind
 from rollsync.shell.rollout.bundle_writer import BundleWriter
 from rollsync.shell.rollout.data_plane import StoredRow
 from rollsync.shell.rollout.parts import RolloutParts, _UsesRolloutParts
-from rollsync.shell.rollout.segments import decode_segment, rows_of
+from rollsync.shell.rollout.segments import rows_of, saved_row
 from rollsync.shell.rollout.settle import settled
+from rollsync.shell.rollout.validation import (
+    BundleValidator,
+    RolloutRestoreError,
+    ValidatedBundle,
+)
+
+__all__ = ["RestoredRollout", "RolloutRestoreError", "RolloutRestorer"]
 
 _ROWS_PER_PUT = 256
-
-
-class RolloutRestoreError(RollsyncError):
-    """A bundle that this run may not resume from. Nothing was changed."""
 
 
 class RestoredRollout(Struct, frozen=True, kw_only=True):
@@ -69,16 +65,6 @@ class RestoredRollout(Struct, frozen=True, kw_only=True):
     continued: frozenset[EnvironmentEpisode]
     """Attempts (of `plan.dispatches`) whose episode the environment still has: they go on where
     they were."""
-
-
-class _Validated(Struct, frozen=True, kw_only=True):
-    """A bundle that is right in itself and right for this run."""
-
-    state: RolloutState
-    plan: ResumePlan
-    prompts: dict[str, DatumSpec]
-    segments: dict[str, dict[str, StoredRow]]
-    """Rows by key, by segment, oldest first."""
 
 
 class RolloutRestorer(_UsesRolloutParts):
@@ -101,7 +87,7 @@ class RolloutRestorer(_UsesRolloutParts):
     ) -> None:
         super().__init__(parts)
         self._archive = archive
-        self._policy = policy
+        self._validator = BundleValidator(parts, policy)
         self._writer = writer
 
     async def restore(self) -> RestoredRollout | None:
@@ -117,93 +103,11 @@ class RolloutRestorer(_UsesRolloutParts):
         if bundle is None:
             return None
         self._trace.begin(RolloutTraceKind.RESUME_CHOSEN, str(bundle.path))
-        validated = await settled(asyncio.to_thread(self._validate, bundle))
+        validated = await settled(asyncio.to_thread(self._validator.validate, bundle))
         self._trace.record(RolloutTraceKind.VALIDATED, str(bundle.path))
         return await self._load(bundle, validated)
 
-    # Validation. Runs in a thread; reads only.
-
-    def _validate(self, bundle: FoundBundle) -> _Validated:
-        state = _read_state(bundle)
-        _check_facts(bundle, state)
-        self._check_environment(bundle)
-        self._check_samples(bundle, state)
-        segments = {
-            name: decode_segment(bundle.read_segment(name), f"segment {name}")
-            for name in bundle.facts.segments
-        }
-        problems = restoring_problems(
-            take_inventory(state, [key for rows in segments.values() for key in rows]),
-            state,
-            sampler=self._sampler,
-            num_prompts_per_step=self._policy.limits.num_prompts_per_step,
-            buffer_capacity=self._policy.limits.buffer_capacity,
-        )
-        # Segments are shared, so they also have rows that nobody owns any more: no problem.
-        problems = tuple(each for each in problems if not isinstance(each, RowsUnowned))
-        if problems:
-            listed = "; ".join(describe_problem(problem) for problem in problems[:5])
-            raise RolloutRestoreError(
-                f"{bundle.path / STATE_FILE}: {len(problems)} problems: {listed}",
-                remedy="resume with the settings that the message names, or from an older snapshot",
-            )
-        plan = plan_resume(state, self._policy)
-        return _Validated(
-            state=state, plan=plan, prompts=self._prompts_of(plan.state), segments=segments
-        )
-
-    def _check_environment(self, bundle: FoundBundle) -> None:
-        saved, mine = bundle.facts.environment_fingerprint, self._environment.fingerprint
-        if saved is not None and mine is not None and saved != mine:
-            raise RolloutRestoreError(
-                f"{bundle.path}: field environment_fingerprint is {saved}, "
-                f"this run's environment is {mine}",
-                remedy="resume with the environment that the run was saved with",
-            )
-
-    def _check_samples(self, bundle: FoundBundle, state: RolloutState) -> None:
-        """Every prompt in flight has to be the same in the dataset; then the dataset itself."""
-        changed = [
-            f"{reference.sample_id} ({why})"
-            for reference in _references(state)
-            if (why := self._why_changed(reference)) is not None
-        ]
-        saved = state.dataloader_state.dataset_digest
-        if changed:
-            raise RolloutRestoreError(
-                f"{bundle.path / STATE_FILE}: {len(changed)} prompts in flight are not in the "
-                f"dataset as they were: {', '.join(changed[:5])}",
-                remedy="resume with the dataset that the run was saved with",
-            )
-        if saved != self._dataloader.digest:
-            raise RolloutRestoreError(
-                f"{bundle.path / STATE_FILE}: field dataset_digest is {saved}, "
-                f"this run's dataset is {self._dataloader.digest}",
-                remedy="resume with the dataset that the run was saved with; its position says "
-                "nothing about another one",
-            )
-
-    def _why_changed(self, reference: PromptReference) -> str | None:
-        datum = self._dataloader.lookup(reference.sample_id)
-        if datum is None:
-            return "missing"
-        if datum.task != reference.task:
-            return f"task {datum.task}, was {reference.task}"
-        if self._dataloader.content_digest(datum) != reference.content_digest:
-            return "other content"
-        return None
-
-    def _prompts_of(self, state: RolloutState) -> dict[str, DatumSpec]:
-        found = {}
-        for group_id, record in state.ledger.groups.items():
-            datum = self._dataloader.lookup(record.prompt.sample_id)
-            if datum is not None:
-                found[group_id] = datum
-        return found
-
-    # Loading.
-
-    async def _load(self, bundle: FoundBundle, validated: _Validated) -> RestoredRollout:
+    async def _load(self, bundle: FoundBundle, validated: ValidatedBundle) -> RestoredRollout:
         plan = validated.plan
         rows, sources = _rows_to_load(plan, validated.segments)
         async with self._barrier.mutation(CheckpointMutationKind.RECOVERY_RESTORE) as section:
@@ -227,6 +131,7 @@ class RolloutRestorer(_UsesRolloutParts):
         return RestoredRollout(
             source=ResumeSource(
                 path=str(bundle.path),
+                data_plane_metadata=validated.metadata,
                 from_rollout_snapshot=bundle.facts.kind is CheckpointKind.ROLLOUT_SNAPSHOT,
                 rollout_checkpoint_load_metrics=tuple(sorted(metrics.items())),
             ),
@@ -244,7 +149,7 @@ class RolloutRestorer(_UsesRolloutParts):
             await self._dp_client.put(self._partition_id, rows_of(chunk), tags=tags)
 
     async def _continue_episodes(
-        self, bundle: FoundBundle, validated: _Validated
+        self, bundle: FoundBundle, validated: ValidatedBundle
     ) -> tuple[EnvironmentEpisode, ...]:
         saved = bundle.facts.environment_fingerprint
         if saved is None or self._environment.fingerprint is None:
@@ -261,47 +166,14 @@ class RolloutRestorer(_UsesRolloutParts):
         self._writer.remember(
             RowSegments(
                 rows={
-                    key: SavedRow(segment=sources[key], revision=revision)
+                    key: saved_row(
+                        segments[sources[key]][key], segment=sources[key], revision=revision
+                    )
                     for key, revision in revisions.items()
                 },
                 row_counts={name: len(rows) for name, rows in segments.items()},
             )
         )
-
-
-def _read_state(bundle: FoundBundle) -> RolloutState:
-    decoded = decode(bundle.read(STATE_FILE), RolloutState)
-    if not is_successful(decoded):
-        raise RolloutRestoreError(
-            f"{bundle.path / STATE_FILE}: {describe(decoded.failure())}",
-            remedy="resume with the rollsync that wrote it, or a newer one",
-        )
-    return decoded.unwrap()
-
-
-def _check_facts(bundle: FoundBundle, state: RolloutState) -> None:
-    """The manifest and the state file have to be of one save."""
-    facts, progress = bundle.facts, state.progress
-    for field, said, found in (
-        ("base_train_step", facts.base_train_step, progress.train_steps),
-        ("trainer_version", facts.trainer_version, progress.trainer_version),
-        ("current_epoch", facts.current_epoch, progress.current_epoch),
-        ("sampler_dispatch_index", facts.sampler_dispatch_index, state.sampler_dispatch_index),
-    ):
-        if said != found:
-            raise RolloutRestoreError(
-                f"{bundle.path}: field {field} of the manifest is {said}, that of {STATE_FILE} is "
-                f"{found}: they are of two saves",
-                remedy="remove this directory and resume from the snapshot before it",
-            )
-
-
-def _references(state: RolloutState) -> Iterable[PromptReference]:
-    for record in state.ledger.groups.values():
-        yield record.prompt
-    for group in state.replay.values():
-        yield group.prompt
-    yield from state.runtime.replacement_reserve
 
 
 def _rows_to_load(

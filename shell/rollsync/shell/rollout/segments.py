@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from rollsync.pure.rollout.row_segments import SavedRow
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.rollout.data_plane import Row, StoredRow
 from rollsync.shell.rollout.data_plane.protocol import TagValue
@@ -104,6 +105,16 @@ def decode_segment(data: bytes, name: str) -> dict[str, StoredRow]:
 def row_bytes(row: StoredRow) -> int:
     """Bytes of the row's tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in row.fields.values())
+
+
+def saved_row(row: StoredRow, *, segment: str, revision: int) -> SavedRow:
+    """What to remember of a row that `segment` has."""
+    return SavedRow(
+        segment=segment,
+        revision=revision,
+        fields=tuple(sorted(row.fields)),
+        tags=tuple(sorted((name, str(value)) for name, value in row.tags.items())),
+    )
 
 
 def rows_of(stored: Mapping[str, StoredRow]) -> dict[str, Row]:

@@ -36,6 +36,7 @@ from rollsync.shell.rollout.bundle_writer import (
     RolloutInvariantError,
     WrittenBundle,
 )
+from rollsync.shell.rollout.captured import SavingRun, name_of
 from rollsync.shell.rollout.data_plane import PinnedRows
 from rollsync.shell.rollout.environments import EnvironmentResumeError, EnvironmentSaveError
 from rollsync.shell.rollout.errors import DataPlaneError
@@ -221,7 +222,12 @@ class RolloutSnapshotter(_UsesRolloutParts):
             prepared,
             pinned,
             draft,
-            environment_fingerprint=self._environment.fingerprint,
+            run=SavingRun(
+                partition_id=self._partition_id,
+                sampler_name=name_of(self._sampler),
+                buffer_capacity=self._buffer.capacity,
+                environment_fingerprint=self._environment.fingerprint,
+            ),
             published=published,
         )
 
@@ -280,12 +286,12 @@ class RolloutSnapshotter(_UsesRolloutParts):
             "rollout_checkpoint/save_s": took_s,
         }
         if written is not None:
-            kept = written.prepared.capture
+            kept = written.captured
             metrics |= {
                 "rollout_checkpoint/segment_bytes": float(written.segment_bytes),
-                "rollout_checkpoint/state_bytes": float(written.state_bytes),
-                "rollout_checkpoint/replay_rows": float(len(kept.replay_rows)),
-                "rollout_checkpoint/staging_rows": float(len(kept.staging_rows)),
+                "rollout_checkpoint/file_bytes": float(written.file_bytes),
+                "rollout_checkpoint/replay_rows": float(kept.replay_row_count),
+                "rollout_checkpoint/staging_rows": float(kept.staging_row_count),
             }
         self._log_metrics(metrics)
         result = RolloutCheckpointSaveResult(saved=written is not None, reason=reason)

@@ -1,0 +1,206 @@
+"""Is a bundle right in itself, and right for this run? Everything is looked at before anything is
+changed.
+
+Rule kept here: every refusal names the file, the field and what to do; nothing here writes, neither
+to the disk nor to the run. It blocks, so it runs in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from msgspec import Struct
+from returns.pipeline import is_successful
+
+from rollsync.codecs import decode, describe
+from rollsync.pure.rollout.checkpointing import (
+    DataPlaneCheckpointMetadata,
+    TQReplayMetadataState,
+)
+from rollsync.pure.rollout.inventory import (
+    RowsUnowned,
+    describe_problem,
+    restoring_problems,
+    take_inventory,
+)
+from rollsync.pure.rollout.resume import ResumePlan, ResumePolicy, plan_resume
+from rollsync.pure.rollout.state import DatumSpec, PromptReference, RolloutState
+from rollsync.shell.errors import RollsyncError
+from rollsync.shell.rollout.archive import STATE_FILE, FoundBundle
+from rollsync.shell.rollout.captured import (
+    DATA_PLANE_FILE,
+    REPLAY_METADATA_FILE,
+    disagreement,
+)
+from rollsync.shell.rollout.data_plane import StoredRow
+from rollsync.shell.rollout.parts import RolloutParts, _UsesRolloutParts
+from rollsync.shell.rollout.segments import decode_segment
+
+T = TypeVar("T")
+_OLDER = "remove this directory and resume from the snapshot before it"
+
+
+class RolloutRestoreError(RollsyncError):
+    """A bundle that this run may not resume from. Nothing was changed."""
+
+
+class ValidatedBundle(Struct, frozen=True, kw_only=True):
+    """A bundle that is right in itself and right for this run."""
+
+    state: RolloutState
+    plan: ResumePlan
+    prompts: dict[str, DatumSpec]
+    metadata: DataPlaneCheckpointMetadata
+    segments: dict[str, dict[str, StoredRow]]
+    """Rows by key, by segment, oldest first."""
+
+
+class BundleValidator(_UsesRolloutParts):
+    """Reads and checks bundles for one run.
+
+    Args:
+        parts: the run's parts.
+        policy: its settings.
+    """
+
+    def __init__(self, parts: RolloutParts, policy: ResumePolicy) -> None:
+        super().__init__(parts)
+        self._policy = policy
+
+    def validate(self, bundle: FoundBundle) -> ValidatedBundle:
+        """The bundle's content and the plan of its resume.
+
+        Raises:
+            RolloutRestoreError: this run may not resume from it.
+        """
+        state = _read(bundle, STATE_FILE, RolloutState)
+        _check_facts(bundle, state)
+        metadata = _read(bundle, DATA_PLANE_FILE, DataPlaneCheckpointMetadata)
+        _check_metadata(bundle, state, metadata)
+        self._check_environment(bundle)
+        self._check_samples(bundle, state)
+        segments = {
+            name: decode_segment(bundle.read_segment(name), f"segment {name}")
+            for name in bundle.facts.segments
+        }
+        problems = restoring_problems(
+            take_inventory(state, [key for rows in segments.values() for key in rows]),
+            state,
+            sampler=self._sampler,
+            num_prompts_per_step=self._policy.limits.num_prompts_per_step,
+            buffer_capacity=self._policy.limits.buffer_capacity,
+        )
+        # Segments are shared, so they also have rows that nobody owns any more: no problem.
+        problems = tuple(each for each in problems if not isinstance(each, RowsUnowned))
+        if problems:
+            listed = "; ".join(describe_problem(problem) for problem in problems[:5])
+            raise RolloutRestoreError(
+                f"{bundle.path / STATE_FILE}: {len(problems)} problems: {listed}",
+                remedy="resume with the settings that the message names, or from an older snapshot",
+            )
+        plan = plan_resume(state, self._policy)
+        return ValidatedBundle(
+            state=state,
+            plan=plan,
+            prompts=self._prompts_of(plan.state),
+            metadata=metadata,
+            segments=segments,
+        )
+
+    def _check_environment(self, bundle: FoundBundle) -> None:
+        saved, mine = bundle.facts.environment_fingerprint, self._environment.fingerprint
+        if saved is not None and mine is not None and saved != mine:
+            raise RolloutRestoreError(
+                f"{bundle.path}: field environment_fingerprint is {saved}, "
+                f"this run's environment is {mine}",
+                remedy="resume with the environment that the run was saved with",
+            )
+
+    def _check_samples(self, bundle: FoundBundle, state: RolloutState) -> None:
+        """Every prompt in flight has to be the same in the dataset; then the dataset itself."""
+        changed = [
+            f"{reference.sample_id} ({why})"
+            for reference in _references(state)
+            if (why := self._why_changed(reference)) is not None
+        ]
+        saved = state.dataloader_state.dataset_digest
+        if changed:
+            raise RolloutRestoreError(
+                f"{bundle.path / STATE_FILE}: {len(changed)} prompts in flight are not in the "
+                f"dataset as they were: {', '.join(changed[:5])}",
+                remedy="resume with the dataset that the run was saved with",
+            )
+        if saved != self._dataloader.digest:
+            raise RolloutRestoreError(
+                f"{bundle.path / STATE_FILE}: field dataset_digest is {saved}, "
+                f"this run's dataset is {self._dataloader.digest}",
+                remedy="resume with the dataset that the run was saved with; its position says "
+                "nothing about another one",
+            )
+
+    def _why_changed(self, reference: PromptReference) -> str | None:
+        datum = self._dataloader.lookup(reference.sample_id)
+        if datum is None:
+            return "missing"
+        if datum.task != reference.task:
+            return f"task {datum.task}, was {reference.task}"
+        if self._dataloader.content_digest(datum) != reference.content_digest:
+            return "other content"
+        return None
+
+    def _prompts_of(self, state: RolloutState) -> dict[str, DatumSpec]:
+        found = {}
+        for group_id, record in state.ledger.groups.items():
+            datum = self._dataloader.lookup(record.prompt.sample_id)
+            if datum is not None:
+                found[group_id] = datum
+        return found
+
+
+def _read(bundle: FoundBundle, name: str, kind: type[T]) -> T:
+    decoded = decode(bundle.read(name), kind)
+    if not is_successful(decoded):
+        raise RolloutRestoreError(
+            f"{bundle.path / name}: {describe(decoded.failure())}",
+            remedy="resume with the rollsync that wrote it, or a newer one",
+        )
+    return decoded.unwrap()
+
+
+def _check_metadata(
+    bundle: FoundBundle, state: RolloutState, metadata: DataPlaneCheckpointMetadata
+) -> None:
+    replay = _read(bundle, REPLAY_METADATA_FILE, TQReplayMetadataState)
+    differs = disagreement(state, replay, metadata, bundle.facts.kind)
+    if differs is not None:
+        field, why = differs
+        raise RolloutRestoreError(
+            f"{bundle.path / DATA_PLANE_FILE}: field {field}: {why}: they are of two saves",
+            remedy=_OLDER,
+        )
+
+
+def _check_facts(bundle: FoundBundle, state: RolloutState) -> None:
+    """The manifest and the state file have to be of one save."""
+    facts, progress = bundle.facts, state.progress
+    for field, said, found in (
+        ("base_train_step", facts.base_train_step, progress.train_steps),
+        ("trainer_version", facts.trainer_version, progress.trainer_version),
+        ("current_epoch", facts.current_epoch, progress.current_epoch),
+        ("sampler_dispatch_index", facts.sampler_dispatch_index, state.sampler_dispatch_index),
+    ):
+        if said != found:
+            raise RolloutRestoreError(
+                f"{bundle.path}: field {field} of the manifest is {said}, that of {STATE_FILE} is "
+                f"{found}: they are of two saves",
+                remedy=_OLDER,
+            )
+
+
+def _references(state: RolloutState) -> Iterable[PromptReference]:
+    for record in state.ledger.groups.values():
+        yield record.prompt
+    for group in state.replay.values():
+        yield group.prompt
+    yield from state.runtime.replacement_reserve
