@@ -323,6 +323,25 @@ def test_a_segment_of_a_save_under_way_stays(tmp_path: Path) -> None:
     assert chosen_save(store_at(tmp_path)) == 2
 
 
+def test_no_snapshot_is_begun_under_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        store.begin(SNAPSHOT, 1)
+    assert "step_000001" not in names(tmp_path)
+
+
+def test_a_draft_that_is_being_written_stays(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    first, segment = store.begin(CHECKPOINT, 1), store.put_segment(b"rows")
+    (first.path / WEIGHTS).write_bytes(b"weights")
+    save_snapshot(store, 0, 1)
+    store.prune()
+    first.publish(
+        facts(CHECKPOINT, 1, mutation_version=2, segments=(segment,)), {STATE: state_of(2)}
+    )
+    assert chosen_save(store_at(tmp_path)) == 2
+
+
 def test_what_cannot_be_deleted_neither_fails_a_save_nor_keeps_the_rest(tmp_path: Path) -> None:
     fs = FailingFileSystem(error_number=errno.EBUSY)
     store = store_at(tmp_path, fs=fs, snapshots_per_checkpoint=1)

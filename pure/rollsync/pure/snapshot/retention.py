@@ -2,8 +2,8 @@
 
 Rules kept here, in the order of their weight:
 
-1. Nothing that is protected goes: the bundle that this run resumed from, a segment that is being
-   written. Nor does the newest whole bundle.
+1. Nothing that is protected goes: the bundle that this run resumed from, and what is being written.
+   Nor does the newest whole bundle.
 2. An anchor stays as long as one of its snapshots does.
 3. A segment stays as long as a bundle that stays lists it, or might: as long as one that stays
    has no readable manifest, every segment stays.
@@ -54,7 +54,7 @@ def plan_retention(
     bundles: Iterable[ListedBundle],
     limits: RetentionConfig,
     *,
-    protected: BundlePlace | None = None,
+    protected: Iterable[BundlePlace] = (),
     segments: Iterable[str] = (),
     protected_segments: Iterable[str] = (),
 ) -> RetentionPlan:
@@ -62,12 +62,12 @@ def plan_retention(
 
     Args:
         bundles: everything in the run directory, each place once.
-        protected: the bundle that this run resumed from.
+        protected: the bundle that this run resumed from, and those that are being written.
         segments: every segment on disk.
         protected_segments: those of a save under way.
     """
     listed = {bundle.place: bundle for bundle in bundles}
-    kept = _kept_places(listed, limits, protected)
+    kept = _kept_places(listed, limits, frozenset(protected))
     steps = {place.step for place in listed if place.step > 0}
     anchors = tuple(sorted(steps - {place.step for place in kept}))
     gone = [place for place in listed if place not in kept and place.step not in anchors]
@@ -85,7 +85,7 @@ def plan_retention(
 def _kept_places(
     listed: dict[BundlePlace, ListedBundle],
     limits: RetentionConfig,
-    protected: BundlePlace | None,
+    protected: frozenset[BundlePlace],
 ) -> frozenset[BundlePlace]:
     whole = sorted(
         (place for place, each in listed.items() if each.condition is BundleCondition.WHOLE),
@@ -96,8 +96,7 @@ def _kept_places(
     kept = {place for place, each in listed.items() if each.condition is BundleCondition.UNKNOWN}
     # A damaged bundle may still be put right by hand as long as nothing newer makes it useless.
     kept |= {place for place in listed if place > whole[0]}
-    if protected is not None:
-        kept.add(protected)
+    kept |= protected
     steps = sorted({place.step for place in whole}, reverse=True)[: limits.trainer_checkpoints]
     for step in steps:
         snapshots = [place for place in whole if place.step == step and place.is_snapshot]

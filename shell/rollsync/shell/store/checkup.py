@@ -128,9 +128,7 @@ def collect(root: Path, fs: FileSystem, limits: RetentionConfig, *, dry_run: boo
 
 
 def _decide(reader: RunReader, survey: Survey, limits: RetentionConfig) -> RetentionPlan:
-    return plan(
-        reader, survey, limits, protected=None, protected_segments=frozenset(), contents=True
-    )
+    return plan(reader, survey, limits, protected=(), protected_segments=frozenset(), contents=True)
 
 
 def _listing(reader: RunReader, fs: FileSystem) -> Listing:

@@ -7,7 +7,7 @@ and the directory of that rename after it; what is removed first loses its name,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rollsync.pure.snapshot.manifest import SnapshotFile
@@ -103,9 +103,17 @@ def delete_tree(fs: FileSystem, path: Path) -> None:
     fs.remove_directory(path)
 
 
-def sweep(fs: FileSystem, directory: Path) -> None:
-    """Delete what interrupted writes and removals have left in a directory."""
-    leftovers = [name for name in names_in(fs, directory) if is_leftover(name)]
+def sweep(fs: FileSystem, directory: Path, *, but_not: Collection[Path] = ()) -> None:
+    """Delete what interrupted writes and removals have left in a directory.
+
+    Args:
+        but_not: drafts that are being written.
+    """
+    leftovers = [
+        name
+        for name in names_in(fs, directory)
+        if is_leftover(name) and directory / name not in but_not
+    ]
     if leftovers:
         # Of a process that was killed before its rename was durable, a bundle would come back
         # under its former name, and half deleted.

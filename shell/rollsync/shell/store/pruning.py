@@ -6,6 +6,8 @@ listed them; what cannot be deleted keeps nothing else from being deleted.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rollsync.pure.config import RetentionConfig
 from rollsync.pure.snapshot.places import BundlePlace
 from rollsync.pure.snapshot.retention import (
@@ -23,7 +25,7 @@ def plan(
     survey: Survey,
     limits: RetentionConfig,
     *,
-    protected: BundlePlace | None,
+    protected: Collection[BundlePlace],
     protected_segments: frozenset[str],
     contents: bool = False,
 ) -> RetentionPlan:
@@ -53,7 +55,7 @@ def prune(
     survey: Survey,
     limits: RetentionConfig,
     *,
-    protected: BundlePlace | None,
+    protected: Collection[BundlePlace],
     protected_segments: frozenset[str],
 ) -> tuple[str, ...]:
     """Remove what retention no longer keeps; names relative to the run directory.

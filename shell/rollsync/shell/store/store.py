@@ -92,6 +92,8 @@ class SnapshotStore:
         self._resumed: BundlePlace | None = None
         self._new_segments: set[str] = set()
         """Written by the save under way; no bundle lists them yet."""
+        self._drafts: dict[Path, BundlePlace] = {}
+        """What is being written, and where it will be."""
         self._directories = DurableDirectories(self._fs)
         self._is_prepared = False
         self._lock: Lock | None = None
@@ -179,25 +181,22 @@ class SnapshotStore:
         """See `rollsync.shell.rollout.archive.SnapshotArchive`."""
         self._prepare()
         self._sweep()
-        if kind is CheckpointKind.TRAINER_CHECKPOINT:
-            place = BundlePlace(step=train_steps, number=0)
-            self._refuse_whole(place)
-        else:
-            directory = self._reader.snapshots_path(train_steps)
-            self._directories.make(directory.parent)
-            self._directories.make(directory)
-            listing = self._reader.listing()
-            numbers = [each.number for each in listing.places if each.step == train_steps]
-            place = BundlePlace(step=train_steps, number=max(numbers, default=0) + 1)
+        place = self._place_of_next(kind, train_steps)
         final = self._reader.path(place)
         path = final.parent / draft_name(final.name, names_in(self._fs, final.parent))
         self._fs.make_directory(path)
+        self._drafts[path] = place
 
         def published(manifest: RolloutSnapshotManifest, is_durable: bool) -> None:
             if is_durable:
                 self._survey.trust(place, manifest)
             else:
                 self._survey.doubt(place)
+
+        def ended() -> None:
+            self._drafts.pop(path, None)
+            if not self._drafts:
+                self._new_segments.clear()
 
         return StoredDraft(
             self._fs,
@@ -207,8 +206,22 @@ class SnapshotStore:
             segment_path=self._reader.segment_path,
             make_way=lambda: self._make_way(place),
             published=published,
-            ended=self._new_segments.clear,
+            ended=ended,
         )
+
+    def _place_of_next(self, kind: CheckpointKind, train_steps: int) -> BundlePlace:
+        """Where the next bundle of a kind goes. The directory above it is there, durably."""
+        if kind is CheckpointKind.TRAINER_CHECKPOINT:
+            place = BundlePlace(step=train_steps, number=0)
+            self._refuse_whole(place)
+            return place
+        anchor = self._reader.anchor_path(train_steps)
+        self._fs.status(anchor)  # A missing one must not be made up.
+        self._directories.make(anchor)
+        self._directories.make(self._reader.snapshots_path(train_steps))
+        places = self._reader.listing().places
+        numbers = [place.number for place in places if place.step == train_steps]
+        return BundlePlace(step=train_steps, number=max(numbers, default=0) + 1)
 
     def prune(self) -> Sequence[str]:
         """See `rollsync.shell.rollout.archive.SnapshotArchive`.
@@ -221,9 +234,13 @@ class SnapshotStore:
             self._reader,
             self._survey,
             self._retention,
-            protected=self._resumed,
+            protected=self._protected(),
             protected_segments=frozenset(self._new_segments),
         )
+
+    def _protected(self) -> frozenset[BundlePlace]:
+        resumed = () if self._resumed is None else (self._resumed,)
+        return frozenset((*resumed, *self._drafts.values()))
 
     def close(self) -> None:
         """Let another process write to the directory. The end of this process does so too."""
@@ -295,6 +312,6 @@ class SnapshotStore:
         """Delete what interrupted saves and removals have left. What will not go stays."""
         for directory in self._reader.directories():
             try:
-                sweep(self._fs, directory)
+                sweep(self._fs, directory, but_not=self._drafts)
             except OSError as error:
                 _logger.warning("leftovers in %s stay: %s", directory, error)
