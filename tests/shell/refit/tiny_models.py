@@ -13,11 +13,13 @@ from rollsync.shell.refit.weights import checkpoint_weights, declare_weights
 VOCABULARY = 96
 
 
-def make_model(*, tied: bool = False, seed: int = 0) -> Qwen2ForCausalLM:
+def make_model(
+    *, tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY
+) -> Qwen2ForCausalLM:
     """A model of two layers, in float32."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -40,8 +42,8 @@ def save_model(folder: Path, *, tied: bool = False, seed: int = 0) -> str:
 class TinyPolicy(PolicyRefitMixin):
     """A policy worker whose steps are random, and as large as training's are after a while."""
 
-    def __init__(self, *, tied: bool = False, rank: int = 0) -> None:
-        self.model = make_model(tied=tied)
+    def __init__(self, *, tied: bool = False, rank: int = 0, vocabulary: int = VOCABULARY) -> None:
+        self.model = make_model(tied=tied, vocabulary=vocabulary)
         self.version = 0
         self.fail_after: int | None = None
         self._rank = rank
@@ -72,6 +74,10 @@ class TinyPolicy(PolicyRefitMixin):
         if folder is not None:
             self.model.save_pretrained(folder)
         return self.version
+
+    def remake(self, *, vocabulary: int = VOCABULARY) -> None:
+        """Gets another model in the place of this one."""
+        self.model = make_model(vocabulary=vocabulary)
 
     def break_after(self, tensors: int | None) -> None:
         """Makes the next streams end in an error after so many weights; None makes them whole."""

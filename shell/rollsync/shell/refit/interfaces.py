@@ -38,11 +38,16 @@ class WorkerGroup(Protocol):
     def workers(self) -> Sequence[object]: ...
 
     def run_all_workers_single_data(
-        self, method_name: str, **kwargs: object
+        self, method_name: str, *, run_rank_0_only_axes: Sequence[str] = ..., **kwargs: object
     ) -> list[ObjectRef[object]]: ...
 
     def run_all_workers_multiple_data(
-        self, method_name: str, **kwargs: object
+        self,
+        method_name: str,
+        *,
+        run_rank_0_only_axes: Sequence[str] = ...,
+        common_kwargs: Mapping[str, object] = ...,
+        **kwargs: object,
     ) -> list[ObjectRef[object]]: ...
 
 

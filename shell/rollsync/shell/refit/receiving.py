@@ -1,9 +1,9 @@
 """The receiving half of a refit on one rollout rank, whatever model it updates.
 
 `RefitReceiver` runs the checkpoint engine's life cycle and keeps the rank's life-cycle state.
-Rules kept here: an update is begun when its first weights are there and not before, so that a
-stream that never came costs nothing; it is finished or aborted before `update` returns; and the
-state says poisoned unless every weight is known to be in place.
+Rules kept here: the model is not touched before the first weights are there; an update is finished
+or aborted before `update` returns; and a failed one leaves the rank poisoned, also if no weight of
+it came: what it holds is whole then, but not what the policy meant it to hold.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from rollsync.pure.refit.lifecycle import (
     Fail,
     FinishUpdate,
     Unconnected,
+    Updating,
     apply,
 )
 from rollsync.shell.refit.engine_slot import EngineSlot
@@ -143,7 +144,7 @@ class RefitReceiver:
         try:
             return asyncio.run(self._update(engine, update))
         except BaseException as error:
-            self._apply(Fail(f"{type(error).__name__}: {error}"))
+            self._poison(f"{type(error).__name__}: {error}")
             update.abort()
             raise
 
@@ -193,6 +194,11 @@ class RefitReceiver:
     def _next_version(self) -> int:
         version: int | None = getattr(self.state, "version", None)
         return 0 if version is None else version + 1
+
+    def _poison(self, cause: str) -> None:
+        if not isinstance(self.state, Updating):
+            self._apply(BeginUpdate(self._next_version()))
+        self._apply(Fail(cause))
 
     def _apply(self, event: EngineEvent) -> None:
         self.state = _accepted(apply(self.state, event))

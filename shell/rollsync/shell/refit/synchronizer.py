@@ -29,6 +29,7 @@ from rollsync.pure.refit import (
     plan_topology,
     resolve_bucket_bytes,
 )
+from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost
 from rollsync.shell.refit.errors import RefitConfigurationError, WeightTransferFailed
 from rollsync.shell.refit.interfaces import (
     CheckpointEngineConfig,
@@ -267,9 +268,8 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         refs = policy_refs + self._run_generation("update_weights_from_checkpoint_engine")
         try:
             results = list(ray.get(refs))
-        except Exception:
-            self._settle(refs)
-            raise
+        except Exception as first:
+            raise self._root_cause(refs, first) from None
         updates = results[len(policy_refs) :]
         if not all(update for update in updates if update is not None):
             backend = self._checkpoint_engine_config["backend"]
@@ -290,17 +290,26 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
                 remedy="synchronize when all policy workers have finished the same step",
             )
 
-    def _settle(self, refs: Sequence[object]) -> None:
-        """Waits until no worker is busy with a failed transfer any more.
+    def _root_cause(self, refs: Sequence[object], first: Exception) -> Exception:
+        """Waits until no worker is busy with a failed transfer, and answers why it failed.
 
-        Ray raises at the first failure. The other side is told by its own engine, or gives up at
-        its deadline; until then it must not be given anything else to do.
+        Ray raises at the first failure, which may be only the echo of the one that matters: the
+        other side is told by its own engine, or gives up at its deadline. Until then it must not
+        be given anything else to do.
         """
-        options = self._engine_options()
-        timeout_s = options.get("refit_timeout_s", DEFAULT_REFIT_TIMEOUT_S)
+        timeout_s = self._engine_options().get("refit_timeout_s", DEFAULT_REFIT_TIMEOUT_S)
         pending = [ref for ref in refs if isinstance(ref, ObjectRef)]
-        if pending and isinstance(timeout_s, int | float):
-            ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
+        if not pending or not isinstance(timeout_s, int | float):
+            return first
+        ended, _ = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
+        errors = [error for ref in ended if (error := _error_of(ref)) is not None]
+        causes = [error for error in errors if not isinstance(error, PeerFailed | PeerLost)]
+        cause = next(iter(causes), first)
+        for error in errors:
+            if type(error) is not type(cause):
+                # The last line; the lines before are the remote stack.
+                cause.add_note(f"another worker: {str(error).strip().splitlines()[-1:]}")
+        return cause
 
     def _engine_options(self) -> dict[str, object]:
         config = self._checkpoint_engine_config
@@ -319,6 +328,14 @@ def _accepted(result: Result[_T, RefitError]) -> _T:
         error = result.failure()
         raise RefitConfigurationError(describe(error), error=error)
     return result.unwrap()
+
+
+def _error_of(ended: ObjectRef[object]) -> Exception | None:
+    try:
+        ray.get(ended)
+    except Exception as error:
+        return error
+    return None
 
 
 def _integers(results: Iterable[object]) -> list[int]:

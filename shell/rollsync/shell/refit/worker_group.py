@@ -5,6 +5,7 @@ ranks may live behind one actor, which is then the one that is called.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import ray
@@ -16,6 +17,9 @@ from rollsync.shell.refit.generation import Completion, SamplingSettings
 
 Actor: TypeAlias = "ActorHandle[Any]"
 """A handle whose methods are called by name: which class it is of, the caller knows."""
+
+
+_NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
 
 class RayWorkerGroup:
@@ -33,7 +37,8 @@ class RayWorkerGroup:
     def run_all_workers_single_data(
         self,
         method_name: str,
-        run_rank_0_only_axes: Sequence[str] | None = None,
+        *,
+        run_rank_0_only_axes: Sequence[str] = (),
         **kwargs: object,
     ) -> list[ObjectRef[object]]:
         """Runs a method on every leader, each with the same arguments.
@@ -48,8 +53,9 @@ class RayWorkerGroup:
     def run_all_workers_multiple_data(
         self,
         method_name: str,
-        run_rank_0_only_axes: Sequence[str] | None = None,
-        common_kwargs: Mapping[str, object] | None = None,
+        *,
+        run_rank_0_only_axes: Sequence[str] = (),
+        common_kwargs: Mapping[str, object] = _NO_KWARGS,
         **kwargs: object,
     ) -> list[ObjectRef[object]]:
         """Runs a method on every leader, each with its own arguments.
@@ -63,7 +69,7 @@ class RayWorkerGroup:
         Raises:
             RefitConfigurationError: when a list is not as long as there are leaders.
         """
-        of_each: list[dict[str, object]] = [dict(common_kwargs or {}) for _ in self.leaders]
+        of_each: list[dict[str, object]] = [dict(common_kwargs) for _ in self.leaders]
         for name, values in kwargs.items():
             if not isinstance(values, list | tuple) or len(values) != len(self.leaders):
                 raise RefitConfigurationError(

@@ -1,0 +1,31 @@
+"""One small Ray cluster for the tests with real actors."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Of every actor: it finds the tests' modules, and leaves the processor to the others."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A cluster of this host, without a dashboard."""
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": ENVIRONMENT},
+    )
+    yield
+    ray.shutdown()

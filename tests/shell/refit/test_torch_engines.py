@@ -1,0 +1,200 @@
+"""Real Ray actors: a torch policy, torch engines, and what becomes of the weights between them."""
+
+import asyncio
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollsync.pure.refit.lifecycle import Poisoned, Serving
+from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
+from rollsync.shell.refit.errors import (
+    EngineNotServing,
+    EngineOutdated,
+    RefitConfigurationError,
+    WeightMismatch,
+)
+from rollsync.shell.refit.generation import Completion, SamplingSettings
+from rollsync.shell.refit.torch_generation import TorchGenerationWorker, sample
+from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
+from tests.shell.refit.spool_engine import SPOOL
+from tests.shell.refit.tiny_models import TinyPolicy, save_model
+
+PROMPT = [5, 6, 7]
+GREEDY = SamplingSettings(max_new_tokens=8, temperature=0.0)
+SAMPLED = SamplingSettings(max_new_tokens=8, n=3, top_k=50, top_p=0.9, temperature=0.8)
+WEIGHTS = 27
+
+
+@dataclass
+class Actors:
+    """A policy worker and three engines; `late` takes part in one test only."""
+
+    policy: Any
+    early: Any
+    other: Any
+    late: Any
+
+
+@pytest.fixture(scope="module")
+def actors(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Actors:
+    start = save_model(tmp_path_factory.mktemp("start"))
+    engine = ray.remote(TorchGenerationWorker).options(num_cpus=0)
+    policy: Any = ray.remote(TinyPolicy).options(num_cpus=0).remote()
+    early, other, late = (engine.remote(start, threads=1) for _ in range(3))
+    return Actors(policy, early, other, late)
+
+
+def ask(
+    generation: GenerationGroup, sampling: SamplingSettings = GREEDY, **kwargs: Any
+) -> list[Completion]:
+    async def run() -> list[Completion]:
+        return await generation.generate(PROMPT, sampling, seed=11, **kwargs)
+
+    return asyncio.run(run())
+
+
+def version_of(generation: GenerationGroup) -> int | None:
+    return asyncio.run(generation.weight_version())
+
+
+def fresh(folder: str, version: int, sampling: SamplingSettings = GREEDY) -> list[Completion]:
+    """What a model loaded from saved weights answers."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # As the engines do: the order of sums depends on it.
+    try:
+        return sample(model, PROMPT, sampling, 11, version)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def synchronizer(
+    policy: Any, generation: GenerationGroup, backend: str = "shm", **options: Any
+) -> CheckpointEngineWeightSynchronizer:
+    return CheckpointEngineWeightSynchronizer(
+        PolicyGroup([policy]),
+        generation,
+        {
+            "backend": backend,
+            "update_weights_bucket_memory_ratio": 0.001,
+            "engine_kwargs": {backend: options},
+        },
+    )
+
+
+def test_engines_answer_as_the_policy_would(actors: Actors, tmp_path: Path) -> None:
+    generation = GenerationGroup([actors.early, actors.other])
+    sync = synchronizer(actors.policy, generation)
+    sync.init_communicator()
+    for _ in range(2):
+        saved = str(tmp_path / "saved")
+        version = ray.get(actors.policy.step.remote(saved))
+        report = sync.sync_weights()
+        assert (report.weight_version, report.rollout_workers) == (version, 2)
+        assert (report.tensors, report.buckets) == (WEIGHTS, 1)
+        assert version_of(generation) == version
+        # Both engines, one after the other.
+        for sampling in (GREEDY, GREEDY, SAMPLED, SAMPLED):
+            assert ask(generation, sampling) == fresh(saved, version, sampling)
+        with pytest.raises(EngineOutdated):
+            ask(generation, weight_version=version + 1)
+
+
+def test_an_engine_that_joins_late_serves_after_the_next_sync(
+    actors: Actors, tmp_path: Path
+) -> None:
+    alone = synchronizer(actors.policy, GenerationGroup([actors.early]))
+    alone.sync_weights()
+    alone.shutdown()
+    both = GenerationGroup([actors.early, actors.late])
+    assert version_of(both) is None
+    late = GenerationGroup([actors.late])
+    with pytest.raises(EngineNotServing):
+        ask(late)
+    saved = str(tmp_path / "saved")
+    version = ray.get(actors.policy.step.remote(saved))
+    sync = synchronizer(actors.policy, both)
+    sync.init_communicator()
+    with pytest.raises(EngineNotServing):
+        ask(late)
+    sync.sync_weights()
+    assert version_of(both) == version
+    assert ask(late) == ask(GenerationGroup([actors.early])) == fresh(saved, version)
+
+
+@pytest.mark.parametrize("sent", [0, 5, WEIGHTS - 1])
+@pytest.mark.parametrize("backend", ["shm", SPOOL])
+def test_a_stream_that_breaks_poisons_the_engine_until_a_whole_one_came(
+    actors: Actors, tmp_path: Path, backend: str, sent: int
+) -> None:
+    generation = GenerationGroup([actors.early])
+    options = {"folder": str(tmp_path)} if backend == SPOOL else {}
+    sync = synchronizer(actors.policy, generation, backend, **options)
+    sync.sync_weights()
+    assert isinstance(ray.get(actors.early.refit_state.remote()), Serving)
+    ray.get([actors.policy.step.remote(), actors.policy.break_after.remote(sent)])
+    with pytest.raises(ArithmeticError, match="the iterator broke"):
+        sync.sync_weights()
+    assert sync.is_stale
+    state = ray.get(actors.early.refit_state.remote())
+    assert isinstance(state, Poisoned)
+    assert "the iterator broke" in state.cause
+    assert version_of(generation) is None
+    with pytest.raises(EngineNotServing, match="the iterator broke"):
+        ask(generation)
+    saved = str(tmp_path / "saved")
+    ray.get(actors.policy.break_after.remote(None))
+    version = ray.get(actors.policy.step.remote(saved))
+    sync.sync_weights()
+    assert ask(generation) == fresh(saved, version)
+
+
+def test_release_after_refit_leaves_the_engine_serving(actors: Actors) -> None:
+    generation = GenerationGroup([actors.early])
+    sync = synchronizer(actors.policy, generation, release_after_refit=True)
+    for _ in range(2):
+        version = ray.get(actors.policy.step.remote())
+        sync.sync_weights()
+        state = ray.get(actors.early.refit_state.remote())
+        assert state == Serving(version, connected=False)
+        assert ask(generation)[0].weight_version == version
+
+
+def test_a_policy_of_another_architecture_is_refused_by_the_weight(actors: Actors) -> None:
+    generation = GenerationGroup([actors.other])
+    generation.prepare_refit_info({"not rollsync's": (3, "float32")})
+    ray.get(actors.policy.remake.remote(vocabulary=32))
+    with pytest.raises(WeightMismatch, match=r"model\.embed_tokens\.weight"):
+        synchronizer(actors.policy, generation).sync_weights()
+    ray.get(actors.policy.remake.remote())
+    synchronizer(actors.policy, generation).sync_weights()
+    assert version_of(generation) is not None
+
+
+def test_only_steps_of_the_life_cycle_can_be_called(actors: Actors) -> None:
+    with pytest.raises(RefitConfigurationError, match="'step'"):
+        ray.get(actors.policy.checkpoint_engine_rpc.remote("step"))
+    with pytest.raises(RefitConfigurationError, match="'generate'"):
+        ray.get(actors.early.checkpoint_engine_rpc_async.remote("generate"))
+
+
+def test_figures_reach_prometheus(actors: Actors) -> None:
+    synchronizer(actors.policy, GenerationGroup([actors.early])).sync_weights()
+    (node,) = ray.nodes()
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    wanted = {"rollsync_refit_syncs", "rollsync_refit_bytes", "rollsync_refit_stage_seconds"}
+    deadline_s = time.monotonic() + 60
+    text = ""
+    while not all(name in text for name in wanted):
+        assert time.monotonic() < deadline_s, text
+        time.sleep(0.5)
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            text = answer.read().decode()
+    assert 'backend="shm"' in text
