@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from msgspec.structs import replace
 
 from rollsync.codecs import decode, encode
@@ -55,7 +58,7 @@ def files_under(root: Path) -> dict[str, bytes]:
     }
 
 
-async def refused(world: World, match: str) -> RollsyncError:
+async def check_refused(world: World, match: str) -> RollsyncError:
     """The restore is refused, and neither the run nor the disk has changed."""
     before, on_disk = world.state, files_under(world.archive.root)
     await world.plane.put(PARTITION, {"left/0": row_of("left/0")})
@@ -73,7 +76,7 @@ async def test_a_changed_sample_is_named(tmp_path: Path) -> None:
     after = World(tmp_path)
     after.samples.contents["s2"] = "something else"
     del after.samples.contents["s4"]
-    error = await refused(after, r"2 prompts in flight.*s2 \(other content\)")
+    error = await check_refused(after, r"2 prompts in flight.*s2 \(other content\)")
     assert "s4 (missing)" in str(error)
     assert STATE_FILE in str(error)
     assert "dataset" in error.remedy
@@ -86,14 +89,16 @@ async def test_another_dataset_is_refused_even_if_the_prompts_in_flight_are_the_
     await saved(tmp_path)
     after = World(tmp_path)
     after.samples.digest = "d1"
-    error = await refused(after, "dataset_digest is d0, this run's dataset is d1")
+    error = await check_refused(after, "dataset_digest is d0, this run's dataset is d1")
     assert "position" in error.remedy
 
 
 @pytest.mark.asyncio
 async def test_a_smaller_buffer_says_what_to_raise(tmp_path: Path) -> None:
     await saved(tmp_path)
-    await refused(World(tmp_path, buffer_capacity=3), "raise the buffer capacity to at least 4")
+    await check_refused(
+        World(tmp_path, buffer_capacity=3), "raise the buffer capacity to at least 4"
+    )
 
 
 @pytest.mark.asyncio
@@ -102,13 +107,13 @@ async def test_another_batch_size_is_refused(tmp_path: Path) -> None:
     await world.admit(0, 1)
     assert (await world.snapshotter.save_rollout_snapshot()).saved
     after = World(tmp_path, sampler=ReadyFirstSampler(), num_prompts_per_step=3)
-    await refused(after, "num_prompts_per_step")
+    await check_refused(after, "num_prompts_per_step")
 
 
 @pytest.mark.asyncio
 async def test_a_sampler_of_another_kind_is_refused(tmp_path: Path) -> None:
     await saved(tmp_path)
-    await refused(World(tmp_path, sampler=InOrderSampler()), "does not stamp target steps")
+    await check_refused(World(tmp_path, sampler=InOrderSampler()), "does not stamp target steps")
 
 
 @pytest.mark.asyncio
@@ -118,7 +123,7 @@ async def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, damage:
     path = world.archive.bundles()[0] / STATE_FILE
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] if damage == b"half" else damage)
-    await refused(World(tmp_path), STATE_FILE)
+    await check_refused(World(tmp_path), STATE_FILE)
 
 
 @pytest.mark.asyncio
@@ -127,7 +132,7 @@ async def test_a_state_file_of_another_save_is_refused(tmp_path: Path) -> None:
     (bundle,) = world.archive.bundles()
     await world.admit(5, 6)
     (bundle / STATE_FILE).write_bytes(encode(world.state))
-    await refused(World(tmp_path), "field sampler_dispatch_index of the manifest is 1")
+    await check_refused(World(tmp_path), "field sampler_dispatch_index of the manifest is 1")
 
 
 @pytest.mark.asyncio
@@ -148,7 +153,7 @@ async def test_a_metadata_file_of_another_save_is_refused(
     assert (await other.snapshotter.save_rollout_snapshot()).saved
     (mine,), (theirs,) = world.archive.bundles(), other.archive.bundles()
     (mine / name).write_bytes((theirs / name).read_bytes())
-    error = await refused(World(tmp_path / "a"), f"field {field}")
+    error = await check_refused(World(tmp_path / "a"), f"field {field}")
     assert DATA_PLANE_FILE in str(error)
 
 
@@ -158,7 +163,7 @@ async def test_the_ledger_of_another_save_is_refused(tmp_path: Path) -> None:
     (bundle,) = world.archive.bundles()
     await world.do(dispatch("e0p3", 0))
     (bundle / STATE_FILE).write_bytes(encode(world.state))
-    await refused(World(tmp_path), "field ledger_digest")
+    await check_refused(World(tmp_path), "field ledger_digest")
 
 
 @pytest.mark.asyncio
@@ -189,10 +194,10 @@ async def test_a_missing_or_damaged_segment_is_named(tmp_path: Path) -> None:
     (segment,) = (world.archive.root / "segments").iterdir()
     data = segment.read_bytes()
     segment.write_bytes(data[:100])
-    error = await refused(World(tmp_path), segment.name)
+    error = await check_refused(World(tmp_path), segment.name)
     assert isinstance(error, SegmentError)
     segment.unlink()
-    await refused(World(tmp_path), segment.name)
+    await check_refused(World(tmp_path), segment.name)
 
 
 @pytest.mark.asyncio
@@ -202,7 +207,39 @@ async def test_rows_that_the_segments_lack_are_named(tmp_path: Path) -> None:
     facts = PlainBundle(bundle).facts
     assert facts.segments
     (bundle / "manifest").write_bytes(msgspec.json.encode(replace(facts, segments=())))
-    await refused(World(tmp_path), "group e0p0 owns rows that are not there: e0p0/0")
+    await check_refused(World(tmp_path), "group e0p0 owns rows that are not there: e0p0/0")
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self._marker),)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("target", ["state", "metadata", "segment"])
+async def test_loading_executes_nothing(tmp_path: Path, target: str) -> None:
+    """A file made by an attacker, who can also give it the right digest, is refused unread."""
+    world = await saved(tmp_path / "run")
+    (bundle,) = world.archive.bundles()
+    (segment,) = (world.archive.root / "segments").iterdir()
+    attacked = {
+        "state": bundle / STATE_FILE,
+        "metadata": bundle / REPLAY_METADATA_FILE,
+        "segment": segment,
+    }[target]
+    bomb = pickle.dumps(Bomb(tmp_path / "boom"))
+    torch.save({"x": Bomb(tmp_path / "boom")}, tmp_path / "bomb.pt")
+    for data in (bomb, (tmp_path / "bomb.pt").read_bytes()):
+        attacked.write_bytes(data)
+        await check_refused(World(tmp_path / "run"), attacked.name)
+    assert not (tmp_path / "boom").exists()
+    pickle.loads(bomb)
+    assert (tmp_path / "boom").exists(), "the bomb is a real one"
 
 
 @pytest.mark.asyncio

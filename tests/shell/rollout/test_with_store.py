@@ -347,8 +347,8 @@ async def test_a_save_that_fails_anywhere_is_whole_or_not_there_and_the_next_one
             assert (await world.snapshotter.save_rollout_snapshot()).saved, f"operation {nth}"
         world.die()
         shutil.rmtree(root)
-    assert True in outcomes, "failures after the rename are saves"
-    assert False in outcomes
+    assert any(outcomes), "failures after the rename are saves"
+    assert not all(outcomes)
     assert len(outcomes) > 10
 
 
