@@ -220,6 +220,14 @@ class Disk:
             for content in _damages(file, rng):
                 yield _tree(self.root, names_of, {file: content})
 
+    def some_power_loss(self, rng: random.Random) -> Tree:
+        """One of the things that the machine may find, at random."""
+        kept = [index for index in range(len(self.changes)) if rng.random() < 0.6]
+        names_of = self._names(kept)
+        dirty = list(_dirty_files(self.root, names_of, set()))
+        contents = {file: rng.choice(list(_damages(file, rng))) for file in dirty}
+        return _tree(self.root, names_of, contents)
+
     def _names(self, kept: Iterable[int]) -> dict[DirectoryNode, dict[str, Node]]:
         names_of: dict[DirectoryNode, dict[str, Node]] = {}
         for index in kept:

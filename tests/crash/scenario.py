@@ -18,7 +18,7 @@ from returns.pipeline import is_successful
 from rollsync.pure.config import RetentionConfig
 from rollsync.pure.rollout.checkpointing import CheckpointKind
 from rollsync.pure.snapshot.manifest import BundleFacts
-from rollsync.pure.snapshot.places import is_leftover
+from rollsync.pure.snapshot.places import BundlePlace, is_leftover
 from rollsync.shell.store import FileSystem, SnapshotStore
 from rollsync.shell.store.reader import RunReader
 from rollsync.shell.store.survey import Survey
@@ -146,36 +146,45 @@ def found(files: SimulatedFileSystem) -> int:
         Mixture: it has parts that are not of that save.
     """
     bundle = open_store(files).choose().bundle
-    anchor = RunReader(ROOT, files).anchor()
-    expect(anchor is None or is_successful(anchor), "anchor", RUN[0])
     if bundle is None:
         return NOTHING
-    expect(anchor is not None, "anchor", RUN[0])
-    number = bundle.facts.mutation_version
-    save = RUN[number - 1] if number <= len(RUN) else extra(number)
+    facts = bundle.facts
+    save = Save(facts.mutation_version, facts.kind, facts.base_train_step)
     expect(bundle.read(STATE) == state_of(save), "state", save)
     expect(bundle.read(EPISODES) == episodes_of(save), "episodes", save)
-    rows = [bundle.read_segment(name) for name in bundle.facts.segments]
+    rows = [bundle.read_segment(name) for name in facts.segments]
     expect(rows == segments_of(save), "segments", save)
-    expect(bundle.facts.base_train_step == save.step, "step", save)
-    if save.step:
-        expect(bundle.trainer_path is not None, "trainer path", save)
-        assert bundle.trainer_path is not None
+    expect((bundle.trainer_path is not None) == bool(save.step), "trainer path", save)
+    if bundle.trainer_path is not None:
         weights = b"".join(files.read(bundle.trainer_path / WEIGHTS))
-        owner = next(each for each in RUN if (each.kind, each.step) == (CHECKPOINT, save.step))
+        owner = weights_owner(files, save)
         expect(weights == weights_of(owner), "weights", save)
-    return number
+        expect((owner.kind, owner.step) == (CHECKPOINT, save.step), "checkpoint", save)
+    return save.number
+
+
+def weights_owner(files: SimulatedFileSystem, save: Save) -> Save:
+    """The save whose weights are those of the step, as their own manifest says."""
+    read = RunReader(ROOT, files).manifest(BundlePlace(step=save.step, number=0))
+    expect(is_successful(read), "manifest", save)
+    facts = read.unwrap().facts
+    return Save(facts.mutation_version, facts.kind, facts.base_train_step)
 
 
 def check_all_whole(files: SimulatedFileSystem) -> None:
-    """Whatever has the name of a bundle is one: also those that no resume would take.
+    """Whatever has the name of a bundle is one, also those that no resume would take; and the
+    run's identity is there before the first.
 
     Raises:
         Mixture: part of a bundle is missing or is not what was saved.
     """
     reader = RunReader(ROOT, files)
     survey = Survey(reader)
-    for place in reader.listing().places:
+    places = reader.listing().places
+    anchor = reader.anchor()
+    if not is_successful(anchor) if anchor is not None else places:
+        raise Mixture("the run's identity is damaged or missing")
+    for place in places:
         checked = survey.checked(place)
         if not is_successful(checked):
             raise Mixture(f"{reader.path(place)}: {checked.failure().why}")
