@@ -1,0 +1,41 @@
+"""A process that resumes a run and saves it again and again, until it is killed.
+
+It prints the number of each save once that is published. Every fourth save is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from rollsync.shell.store import SnapshotStore
+from tests.shell.store.kit import save_checkpoint, save_snapshot, store_at
+
+
+def save_for_ever(root: Path) -> None:
+    """Does not return."""
+    store: SnapshotStore = store_at(root)
+    bundle = store.choose().bundle
+    save, step = (0, 0) if bundle is None else saved_at(bundle.path, bundle.facts.mutation_version)
+    while True:
+        save += 1
+        # As large as several writes, so that a kill may come in the middle.
+        rows = (str(save).encode() * 40000, str(save - 1).encode() * 40000)
+        if save % 4 == 0:
+            step += 1
+            save_checkpoint(store, step, save, *rows)
+        else:
+            save_snapshot(store, step, save, *rows)
+        os.write(1, f"{save}\n".encode())
+        store.prune()
+
+
+def saved_at(path: Path, save: int) -> tuple[int, int]:
+    """The save's number, and the step that it was made at."""
+    anchor = path if path.name.startswith("step_") else path.parent.parent
+    return save, int(anchor.name.removeprefix("step_")) if anchor.name != "bootstrap" else 0
+
+
+if __name__ == "__main__":
+    save_for_ever(Path(sys.argv[1]))
