@@ -17,9 +17,10 @@ from returns.pipeline import is_successful
 
 from rollsync.pure.config import RetentionConfig
 from rollsync.pure.rollout.checkpointing import CheckpointKind
+from rollsync.pure.snapshot.errors import DamagedBundleFile
 from rollsync.pure.snapshot.manifest import BundleFacts
 from rollsync.pure.snapshot.places import BundlePlace, is_leftover
-from rollsync.shell.store import FileSystem, SnapshotStore
+from rollsync.shell.store import FileSystem, SnapshotStore, StoreError
 from rollsync.shell.store.reader import RunReader
 from rollsync.shell.store.survey import Survey
 from tests.crash.disk import Tree
@@ -144,6 +145,7 @@ def found(files: SimulatedFileSystem) -> int:
 
     Raises:
         Mixture: it has parts that are not of that save.
+        StoreError, OSError: it could not be read.
     """
     bundle = open_store(files).choose().bundle
     if bundle is None:
@@ -166,7 +168,8 @@ def found(files: SimulatedFileSystem) -> int:
 def weights_owner(files: SimulatedFileSystem, save: Save) -> Save:
     """The save whose weights are those of the step, as their own manifest says."""
     read = RunReader(ROOT, files).manifest(BundlePlace(step=save.step, number=0))
-    expect(is_successful(read), "manifest", save)
+    if not is_successful(read):
+        raise StoreError(DamagedBundleFile(path=str(ROOT), why=read.failure().why))
     facts = read.unwrap().facts
     return Save(facts.mutation_version, facts.kind, facts.base_train_step)
 
