@@ -21,7 +21,9 @@ from rollsync.pure.rollout.state import (
     RolloutAttemptStatus,
     RolloutRecoveryLedger,
     RolloutState,
+    Trained,
     sample_id_of,
+    staged_key,
 )
 from tests.pure.rollout.events_kit import admit, after, dispatch, fresh, made_ready, reserve, seal
 
@@ -51,6 +53,11 @@ def with_first_attempts(
     return replace(record, siblings=(first, *record.siblings[1:]))
 
 
+def with_rows(state: RolloutState, *sample_ids: str) -> RolloutState:
+    ready = replace(state.replay["e0p0"], sample_ids=sample_ids)
+    return replace(state, replay=state.replay.insert("e0p0", ready))
+
+
 RESERVED = RolloutAttemptRecord(index=0, status=RolloutAttemptStatus.RESERVED)
 
 BREAKS: dict[Rule, list[Callable[[RolloutState], RolloutState]]] = {
@@ -67,6 +74,9 @@ BREAKS: dict[Rule, list[Callable[[RolloutState], RolloutState]]] = {
         lambda s: with_record(
             s, "e0p2", lambda r: with_first_attempts(r, replace(RESERVED, index=1))
         ),
+        lambda s: with_record(s, "e0p2", lambda r: replace(r, siblings=r.siblings[::-1])),
+        lambda s: with_record(s, "e0p2", lambda r: with_first_attempts(r)),
+        lambda s: with_record(s, "e0p2", lambda r: replace(r, expected_generations=3)),
     ],
     Rule.LAST_ATTEMPT: [
         lambda s: with_record(
@@ -91,6 +101,7 @@ BREAKS: dict[Rule, list[Callable[[RolloutState], RolloutState]]] = {
                 r, replace(RESERVED, status=RolloutAttemptStatus.DISPATCHED)
             ),
         ),
+        lambda s: with_record(s, "e0p4", lambda r: replace(r, admission_id="admission-9")),
     ],
     Rule.ADMISSION: [
         lambda s: with_record(s, "e0p2", lambda r: replace(r, target_step=0)),
@@ -98,9 +109,13 @@ BREAKS: dict[Rule, list[Callable[[RolloutState], RolloutState]]] = {
     Rule.STAMPS: [
         lambda s: replace(s, sampler_dispatch_index=0),
         lambda s: with_record(s, "e0p4", lambda r: replace(r, target_step=1)),
+        lambda s: replace(s, runtime=replace(s.runtime, sampler_stamps_target_steps=False)),
     ],
     Rule.ROWS: [
         lambda s: replace(s, rows_to_clear=s.rows_to_clear.insert(sample_id_of("e0p0", 0))),
+        lambda s: with_rows(s, sample_id_of("e0p1", 0), sample_id_of("e0p0", 1)),
+        lambda s: with_rows(s, staged_key("e0p1", 0, 0), sample_id_of("e0p0", 1)),
+        lambda s: with_rows(s, sample_id_of("e0p0", 1), sample_id_of("e0p0", 1)),
     ],
     Rule.ROW_COUNTS: [
         lambda s: replace(
@@ -110,11 +125,17 @@ BREAKS: dict[Rule, list[Callable[[RolloutState], RolloutState]]] = {
     Rule.OPEN_STEP: [
         lambda s: replace(s, open_step=OpenTrainingStep(step=1, group_ids=("e0p1",))),
         lambda s: replace(s, open_step=OpenTrainingStep(step=2, group_ids=("e0p0",))),
+        lambda s: replace(s, open_step=OpenTrainingStep(step=1, group_ids=("e0p0", "e0p0"))),
     ],
     Rule.COUNTERS: [
         lambda s: replace(s, next_commit_index=0),
         lambda s: replace(s, progress=replace(s.progress, current_epoch=3)),
         lambda s: replace(s, next_nemo_gym_task_index=-1),
+        lambda s: with_record(s, "e0p2", lambda r: replace(r, start_weight_version=5)),
+        lambda s: replace(
+            s, replay=s.replay.insert("e0p0", replace(s.replay["e0p0"], end_weight_version=-1))
+        ),
+        lambda s: replace(s, outcomes=s.outcomes.insert("e9p9", Trained(step=4))),
     ],
     Rule.SHORTFALL: [
         lambda s: replace(s, runtime=replace(s.runtime, batch_shortfall=HashTrieMap({9: 1}))),

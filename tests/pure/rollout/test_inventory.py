@@ -62,13 +62,16 @@ def test_missing_rows_are_named_with_their_group() -> None:
         RowsMissing(group_id="e0p1", keys=(staged_key("e0p1", 0, 0),)),
     )
     assert saving_problems(take_inventory(state, (sample_id_of("e0p0", 0),))) == found
+    assert describe_problem(found[0]) == "group e0p0 owns rows that are not there: e0p0/1"
 
 
 def test_unowned_rows_are_a_problem_of_restoring_only() -> None:
     state = half_done()
     inventory = take_inventory(state, (*owned_rows(state), "e0p9/0"))
     assert saving_problems(inventory) == ()
-    assert problems(state, *owned_rows(state), "e0p9/0") == (RowsUnowned(keys=("e0p9/0",)),)
+    extra = RowsUnowned(keys=("e0p9/0",))
+    assert problems(state, *owned_rows(state), "e0p9/0") == (extra,)
+    assert describe_problem(extra) == "rows that no group owns: e0p9/0"
 
 
 def test_rows_that_wait_to_be_cleared_are_no_problem_while_the_run_goes_on() -> None:

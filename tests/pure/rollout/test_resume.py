@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from msgspec.structs import replace
 
@@ -18,6 +20,7 @@ from rollsync.pure.rollout.inventory import owned_rows
 from rollsync.pure.rollout.resume import (
     DiscardedAsCanonical,
     DroppedAsUnrecoverable,
+    GroupPlan,
     KeptReady,
     Readmitted,
     ReadyRegenerated,
@@ -220,6 +223,39 @@ def test_a_resume_of_a_resume_is_the_same_resume() -> None:
     once = plan_resume(in_flight(), policy(sampler=InOrderSampler())).state
     twice = plan_resume(once, policy(sampler=InOrderSampler())).state
     assert twice == once
+
+
+def test_each_kind_of_plan_is_put_into_words() -> None:
+    kinds: dict[GroupPlan, str] = {
+        KeptReady(group_id="g"): "g: kept as ready (its rows are loaded)",
+        ReadyRegenerated(group_id="g"): (
+            "g: generated again (it was ready, and the buffer is not loaded)"
+        ),
+        SiblingsResumed(group_id="g", sealed=(0, 2), regenerate=(1,)): (
+            "g: resumed (siblings kept: 0, 2, generated: 1)"
+        ),
+        RestartedWhole(group_id="g", discarded=()): (
+            "g: restarted whole (recovered by prompt group; sealed siblings lost: none)"
+        ),
+        Readmitted(group_id="g"): (
+            "g: admitted again (it was reserved, and no batch counts it yet)"
+        ),
+        ReturnedToReserve(group_id="g"): (
+            "g: returned to the reserve (it was reserved, and reserved prompts become spares)"
+        ),
+        DiscardedAsCanonical(group_id="g", place=PromptPlace.TRAINED): (
+            "g: discarded as already canonical (its prompt is trained already)"
+        ),
+        DroppedAsUnrecoverable(group_id="g", recovery_count=8, failed_attempts=1): (
+            "g: dropped as unrecoverable (8 resumes found it running without progress, "
+            "1 attempts of a sibling failed)"
+        ),
+    }
+    assert {type(kind) for kind in kinds} == set(get_args(GroupPlan))
+    empty = plan_resume(fresh(), policy())
+    assert explain(empty)[1] == "0 groups: none"
+    lines = explain(replace(empty, groups=tuple(kinds)))
+    assert [line.strip() for line in lines[3:]] == list(kinds.values())
 
 
 def test_the_explanation_names_every_group_and_says_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
+from rpds import HashTrieMap
 
 from rollsync.pure.rollout.decisions import (
     AdmitBatch,
@@ -253,6 +254,43 @@ def test_another_batch_size_than_the_saved_one_is_noticed() -> None:
     state = two_batches(stamped=True)
     assert batches_unaccounted(InOrderSampler(), state, num_prompts_per_step=3) == -2
     assert batches_unaccounted(WindowedSampler(), state, num_prompts_per_step=3) == 0
+
+
+def test_nobody_waits_for_what_cannot_come() -> None:
+    ended = limits(prompts_left=False)
+    for sampler in ALL:
+        state = fresh(stamped=sampler.stamps_target_steps)
+        assert isinstance(sampler.select(state, limits()), Wait)
+        assert sampler.select(state, ended) == NothingLeft()
+        assert isinstance(sampler.select(after(state, reserve(0)), ended), Wait)
+    gated = ReadyFirstSampler()
+    assert gated.select(fresh(), limits()) == Wait(reason=WaitReason.NOT_ADMITTED)
+
+
+def test_only_policies_with_a_window_of_weights_abort_what_runs() -> None:
+    for sampler in ALL:
+        windowed = isinstance(sampler, WindowedSampler | WeightFifoSampler)
+        old = sampler.should_abort_inflight(start_weight_version=0, current_train_weight=2)
+        young = sampler.should_abort_inflight(start_weight_version=1, current_train_weight=2)
+        assert (old, young) == (windowed, False)
+
+
+def test_in_order_evicts_only_groups_whose_step_has_passed() -> None:
+    state = made_ready(two_batches(stamped=True), "e0p0", "e0p2")
+    assert InOrderSampler().evict(state) == ()
+    passed = replace(state, progress=replace(state.progress, trainer_version=1))
+    assert InOrderSampler().evict(passed) == ("e0p0",)
+    assert ReadyFirstSampler().evict(passed) == ()
+
+
+def test_a_policy_without_room_for_a_shortfall_says_so() -> None:
+    sampler = WeightFifoSampler()
+    assert sampler.required_buffer_capacity(3) == 6
+    full = replace(
+        admitted(0, 1),
+        runtime=replace(admitted(0, 1).runtime, batch_shortfall=HashTrieMap({0: 2})),
+    )
+    assert sampler.shortfall_step(full, "e0p0", limits()) is None
 
 
 def test_the_cursor_of_a_checkpoint_without_one() -> None:

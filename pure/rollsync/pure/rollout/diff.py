@@ -205,9 +205,9 @@ def _patched_set(old: HashTrieSet[str], change: SetDiff) -> HashTrieSet[str]:
 def _reserve_diff(a: tuple[PromptReference, ...], b: tuple[PromptReference, ...]) -> ReserveDiff:
     """The fewest prompts to take so that what is left of `a` begins `b`. Prompts are distinct, so
     nearly every candidate fails at its first prompt, and this is O(n)."""
-    for taken in range(len(a) + 1):
+    for taken in range(len(a)):
         left = len(a) - taken
-        if left <= len(b) and (left == 0 or a[taken] == b[0]) and a[taken:] == b[:left]:
+        if left <= len(b) and a[taken] == b[0] and a[taken:] == b[:left]:
             return ReserveDiff(taken=taken, appended=b[left:])
     return ReserveDiff(taken=len(a), appended=b)
 
