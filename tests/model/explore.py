@@ -7,13 +7,13 @@ first broken promise ends the exploration, with the shortest way to it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from msgspec import Struct
 
 from tests.model.essence import essence
 from tests.model.promise import broken_end, broken_promise
-from tests.model.world import Broken, Config, Edge, Machine, edges, initial
+from tests.model.world import Broken, Config, Edge, Machine, Node, edges, initial
 
 CameFrom = dict[Hashable, tuple[Hashable, str] | None]
 
@@ -32,12 +32,18 @@ class Report(Struct, frozen=True, kw_only=True):
     """The shortest way to a broken promise, step by step, and what is broken; empty if none."""
 
 
-def explore(config: Config, machine: Machine | None = None, *, limit: int | None = None) -> Report:
-    """Visit every reachable moment, or `limit` of them."""
+def explore(
+    config: Config,
+    machine: Machine | None = None,
+    *,
+    key_of: Callable[[Node], Hashable] = essence,
+    visit: Callable[[Node], None] = lambda _: None,
+) -> Report:
+    """Visit every reachable moment, one for each key."""
     machine = Machine() if machine is None else machine
     start = initial(config)
-    came_from: CameFrom = {essence(start): None}
-    waiting = deque([(start, essence(start))])
+    came_from: CameFrom = {key_of(start): None}
+    waiting = deque([(start, key_of(start))])
     transitions = ends = 0
     kinds: Counter[str] = Counter()
 
@@ -50,8 +56,9 @@ def explore(config: Config, machine: Machine | None = None, *, limit: int | None
             counterexample=counterexample,
         )
 
-    while waiting and (limit is None or len(came_from) < limit):
+    while waiting:
         node, key = waiting.popleft()
+        visit(node)
         wrong = broken_promise(config, node)
         following: list[Edge] = []
         if wrong is None:
@@ -67,7 +74,7 @@ def explore(config: Config, machine: Machine | None = None, *, limit: int | None
         for edge in following:
             transitions += 1
             kinds[_kind(edge.label)] += 1
-            reached = essence(edge.node)
+            reached = key_of(edge.node)
             if reached not in came_from:
                 came_from[reached] = (key, edge.label)
                 waiting.append((edge.node, reached))

@@ -6,6 +6,7 @@ worlds of three prompts with two siblings each are marked slow.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from rollsync.pure.rollout import (
     WeightFifoSampler,
     WindowedSampler,
 )
+from tests.model.essence import essence
 from tests.model.explore import Report, explore
 from tests.model.world import Config
 
@@ -126,6 +128,20 @@ def test_attempts_that_fail_are_made_again() -> None:
     config = Config(sampler=InOrderSampler(), siblings=1, prompts=2, batch=1, faults=3, spares=0)
     report = explored(replace(config, max_failed_attempts=2, crashes=1))
     assert dict(report.kinds)["fail"] > dict(report.kinds)["drop (unrecoverable)"]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda each: type(each).__name__)
+def test_leaving_out_what_cannot_matter_hides_nothing(sampler: BuiltInSampler) -> None:
+    config = Config(sampler=sampler, siblings=1, prompts=2, batch=1, crashes=1, spares=0)
+    whole: set[Hashable] = set()
+    merged: set[Hashable] = set()
+    unmerged = explore(
+        config, key_of=lambda node: node, visit=lambda node: whole.add(essence(node))
+    )
+    report = explore(config, visit=lambda node: merged.add(essence(node)))
+    assert unmerged.counterexample == report.counterexample == ()
+    assert merged == whole
+    assert report.states < unmerged.states
 
 
 @pytest.mark.slow

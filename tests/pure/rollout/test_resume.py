@@ -166,6 +166,14 @@ def test_a_poison_prompt_is_dropped_after_a_bounded_number_of_resumes() -> None:
     assert "e0p2" in {each.group_id for each in plan.dispatches}
 
 
+def test_a_replacement_made_by_a_resume_starts_on_the_anchor_s_weights() -> None:
+    state = made_ready(admitted(0), "e0p0")
+    state = after(state, *train(state, "e0p0"), reserve(1), spare(2))
+    state = after(state, admit(state, 1), dispatch("e0p1", 0))
+    plan = plan_resume(state, policy(max_recoveries=0))
+    assert plan.state.ledger.groups["e0p2"].start_weight_version == 1
+
+
 def test_a_long_group_that_makes_progress_is_never_taken_for_poison() -> None:
     state = admitted(0, siblings=6)
     settings = policy(max_recoveries=2)

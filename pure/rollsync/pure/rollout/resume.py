@@ -226,7 +226,11 @@ def _plan_unfinished(
             planner.state,
             group_id,
             reason=DropReason.UNRECOVERABLE,
-            limits=policy.limits,
+            # A resumed run syncs the anchor's weights to its engines before anything starts.
+            limits=replace(
+                policy.limits,
+                served_weight_version=planner.state.progress.trainer_version,
+            ),
         )
         dropped = DroppedAsUnrecoverable(
             group_id=group_id, recovery_count=record.recovery_count, failed_attempts=failed
