@@ -227,6 +227,14 @@ def test_a_checkpoint_is_not_replaced_by_another_of_the_same_step(tmp_path: Path
     assert chosen_save(store_at(tmp_path)) == 1
 
 
+def test_no_checkpoint_takes_the_place_of_the_bootstrap_anchor(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save_snapshot(store, 0, 1)
+    with pytest.raises(ValueError, match="none was trained"):
+        store.begin(CHECKPOINT, 0)
+    assert chosen_save(store_at(tmp_path)) == 1
+
+
 def test_a_damaged_checkpoint_gives_way_to_another_of_the_same_step(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save_snapshot(store, 0, 1)

@@ -71,10 +71,14 @@ class TrainPump:
 
     async def run(self) -> str:
         """Pump to the end; why it ended."""
+        began_at = self._parts.runtime_state.state.progress.train_steps
         while self._parts.runtime_state.state.progress.train_steps < self._config.grpo.max_steps:
             selection = await self._next_batch()
             if isinstance(selection, NothingLeft):
-                await self._checkpoint_if(not self._is_due())
+                # A step at which this process began has its checkpoint (or, before the first,
+                # its anchor) already.
+                step = self._parts.runtime_state.state.progress.train_steps
+                await self._checkpoint_if(step > began_at and not self._is_due())
                 return "the prompts are used up"
             if isinstance(selection, TrainBatch):
                 await self._train(selection)

@@ -212,6 +212,9 @@ class SnapshotStore:
     def _place_of_next(self, kind: CheckpointKind, train_steps: int) -> BundlePlace:
         """Where the next bundle of a kind goes. The directory above it is there, durably."""
         if kind is CheckpointKind.TRAINER_CHECKPOINT:
+            if train_steps < 1:
+                # Its place would be the bootstrap anchor's, with all snapshots of step 0.
+                raise ValueError(f"a trainer checkpoint of step {train_steps}: none was trained")
             place = BundlePlace(step=train_steps, number=0)
             self._refuse_whole(place)
             return place
