@@ -5,13 +5,21 @@ The snapshot is small, so that every single bit of it can be flipped and every t
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from rollsync.pure.snapshot.manifest import MANIFEST_FILE
+from rollsync.codecs import decode, encode
+from rollsync.pure.snapshot.manifest import (
+    MANIFEST_FILE,
+    RolloutSnapshotManifest,
+    SnapshotFile,
+)
 from rollsync.shell.store import Chosen, SnapshotStore, StoreError
 from tests.shell.store.kit import (
     STATE,
@@ -21,6 +29,8 @@ from tests.shell.store.kit import (
     save_snapshot,
     store_at,
 )
+
+ANCHOR = Path("bootstrap", "anchor.bin")
 
 
 @pytest.fixture
@@ -210,3 +220,34 @@ def test_a_store_that_was_made_before_the_damage_notices_it_too(run_directory: P
     assert save_of(store.choose()) == 3
     (snapshot(run_directory, 2) / STATE).write_bytes(b"state 4")
     assert save_of(store.choose()) == 2
+
+
+# What an attacker might leave.
+
+
+def test_a_manifest_that_names_files_elsewhere_reads_nothing_there(
+    run_directory: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    path = snapshot(run_directory, 2) / MANIFEST_FILE
+    manifest = decode(path.read_bytes(), RolloutSnapshotManifest).unwrap()
+    for name in ("../../../../secret", str(secret)):
+        file = SnapshotFile(name=name, size_bytes=6, digest=hashlib.sha256(b"secret").hexdigest())
+        path.write_bytes(encode(replace(manifest, files=(file,))))
+        chosen = store_at(run_directory).choose()
+        assert save_of(chosen) == 2
+        assert "no plain relative path" in chosen.refused[0].why
+
+
+def test_a_huge_manifest_is_not_read(run_directory: Path) -> None:
+    for path in (snapshot(run_directory, 2) / MANIFEST_FILE, run_directory / ANCHOR):
+        with path.open("r+b") as file:
+            file.truncate(2**40)  # Sparse: it takes no room.
+        tracemalloc.start()
+        chosen = store_at(run_directory).choose()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert save_of(chosen) == 2
+        assert peak < 2**24
+        assert "more than" in chosen.refused[0].why

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Final
 
 from msgspec import Struct
 from returns.pipeline import is_successful
@@ -38,6 +39,9 @@ from rollsync.pure.snapshot.selection import why_not_of_place
 from rollsync.shell.store.durable import digest_of, measure, names_in, read_file, status_of
 from rollsync.shell.store.errors import StoreError
 from rollsync.shell.store.filesystem import EntryKind, FileSystem
+
+_LARGEST_BYTES: Final = 64 * 1024 * 1024
+"""Of a manifest or an anchor, which are read whole: that of 300,000 files has less."""
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -130,11 +134,14 @@ class RunReader:
         """The bootstrap anchor; None when there is none."""
         path = self.root / BOOTSTRAP_DIRECTORY / ANCHOR_FILE
         try:
+            if status_of(self._fs, path) is None:
+                return None
+            fault = self._unreadable(path, str(path))
+            if fault is not None:
+                return Failure(fault)
             data = read_file(self._fs, path)
-        except FileNotFoundError:
-            return None
         except OSError as error:
-            return Failure(Fault(why=str(error), is_transient=True))
+            return Failure(Fault(why=f"{path} cannot be read: {error}", is_transient=True))
         decoded = decode(data, BootstrapAnchor)
         if not is_successful(decoded):
             return Failure(Fault(why=f"{path}: {describe(decoded.failure())}"))
@@ -144,7 +151,7 @@ class RunReader:
         """A bundle's manifest, if it is one of that place."""
         path = self.path(place) / MANIFEST_FILE
         try:
-            fault = self._no_file(path, MANIFEST_FILE)
+            fault = self._unreadable(path, MANIFEST_FILE)
             if fault is not None:
                 return Failure(fault)
             data = read_file(self._fs, path)
@@ -208,6 +215,13 @@ class RunReader:
         except OSError as error:
             return Fault(why=f"{label} cannot be read: {error}", is_transient=True)
         return None
+
+    def _unreadable(self, path: Path, label: str) -> Fault | None:
+        """Why a manifest or an anchor is not to be read, or None."""
+        fault = self._no_file(path, label)
+        if fault is None and self._fs.status(path).size_bytes > _LARGEST_BYTES:
+            return Fault(why=f"{label} has more than {_LARGEST_BYTES} bytes")
+        return fault
 
     def _no_file(self, path: Path, label: str) -> Fault | None:
         status = status_of(self._fs, path)
