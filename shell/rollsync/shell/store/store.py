@@ -155,7 +155,7 @@ class SnapshotStore:
         if train_steps == 0:
             return True
         place = BundlePlace(step=train_steps, number=0)
-        return not self._survey.doubts(place) and is_successful(self._survey.checked(place))
+        return not self._survey.doubts(place) and self._survey.carries(place)
 
     def put_segment(self, data: bytes) -> str:
         """See `rollsync.shell.rollout.archive.SnapshotArchive`."""

@@ -27,6 +27,8 @@ class Survey:
         self._reader = reader
         self._alone: dict[BundlePlace, Checked] = {}
         """Each bundle by itself, every byte compared."""
+        self._anchors: dict[BundlePlace, Checked] = {}
+        """Each checkpoint without its row segments, every byte compared."""
         self._doubtful: set[BundlePlace] = set()
         self._segments: set[str] = set()
         """Whole and durable."""
@@ -36,12 +38,17 @@ class Survey:
     def start_over(self) -> None:
         """Believe only what is read from now on, except for doubts."""
         self._alone.clear()
+        self._anchors.clear()
         self._segments.clear()
         self._compared.clear()
 
     def checked(self, place: BundlePlace) -> Checked:
         """A bundle's manifest, if it and the weights that it continues from are whole."""
-        return self._with_anchor(place, self._checked_alone(place), self._checked_alone)
+        return self._with_anchor(place, self._checked_alone(place), self._checked_anchor)
+
+    def carries(self, place: BundlePlace) -> bool:
+        """Whether snapshots of a checkpoint's step can continue from it."""
+        return is_successful(self._checked_anchor(place))
 
     def trust(self, place: BundlePlace, manifest: RolloutSnapshotManifest) -> None:
         """The bundle is whole and durable, and so are its segments."""
@@ -63,8 +70,10 @@ class Survey:
             contents: compare every byte; else, of bundles that this process has not verified,
                 names and sizes only.
         """
-        check = self._checked_alone if contents else self._looked_at
-        checked = self._with_anchor(place, check(place), check)
+        if contents:
+            checked = self.checked(place)
+        else:
+            checked = self._with_anchor(place, self._looked_at(place), self._anchor_looked_at)
         manifest = checked if is_successful(checked) else self._reader.manifest(place)
         return ListedBundle(
             place=place,
@@ -76,12 +85,13 @@ class Survey:
         """The bundle is gone, and what is under it."""
         gone = {
             each
-            for each in (*self._alone, *self._doubtful)
+            for each in (*self._alone, *self._anchors, *self._doubtful)
             if each == place or (each.step == place.step and not place.is_snapshot)
         }
         self._doubtful -= gone
         for each in gone:
             self._alone.pop(each, None)
+            self._anchors.pop(each, None)
 
     # Segments.
 
@@ -114,6 +124,25 @@ class Survey:
             if is_successful(known) or not known.failure().is_transient:
                 self._alone[place] = known
         return known
+
+    def _checked_anchor(self, place: BundlePlace) -> Checked:
+        """What a snapshot needs of its checkpoint: the checkpoint's row segments are not among
+        it, so damage to them, and reading them, stays out of a resume from the snapshot."""
+        alone = self._alone.get(place)
+        if alone is not None and is_successful(alone):
+            return alone
+        known = self._anchors.get(place)
+        if known is None:
+            known = self._reader.verified(place, segments=False)
+            if is_successful(known) or not known.failure().is_transient:
+                self._anchors[place] = known
+        return known
+
+    def _anchor_looked_at(self, place: BundlePlace) -> Checked:
+        known = self._alone.get(place)
+        if known is not None and is_successful(known):
+            return known
+        return self._reader.verified(place, contents=False, segments=False)
 
     def _looked_at(self, place: BundlePlace) -> Checked:
         known = self._alone.get(place)
