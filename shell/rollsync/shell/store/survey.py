@@ -30,6 +30,7 @@ class Survey:
         self._anchors: dict[BundlePlace, Checked] = {}
         """Each checkpoint without its row segments, every byte compared."""
         self._doubtful: set[BundlePlace] = set()
+        self._passed_over: set[BundlePlace] = set()
         self._segments: set[str] = set()
         """Whole and durable."""
         self._compared: set[str] = set()
@@ -37,6 +38,7 @@ class Survey:
 
     def start_over(self) -> None:
         """Believe only what is read from now on, except for doubts."""
+        self._passed_over.clear()
         self._alone.clear()
         self._anchors.clear()
         self._segments.clear()
@@ -55,13 +57,23 @@ class Survey:
         self._alone[place] = Success(manifest)
         self._segments.update(segment.digest for segment in manifest.segments)
 
-    def doubt(self, place: BundlePlace) -> None:
-        """The bundle may be gone after a power failure."""
+    def doubt(self, place: BundlePlace, manifest: RolloutSnapshotManifest) -> None:
+        """The bundle is whole, but may be gone after a power failure."""
+        self._alone[place] = Success(manifest)
         self._doubtful.add(place)
 
     def doubts(self, place: BundlePlace) -> bool:
         """Whether the bundle may be gone after a power failure."""
         return place in self._doubtful
+
+    def pass_over(self, place: BundlePlace) -> None:
+        """This run goes on from an older bundle, so this one is no longer of its past, even if it
+        should turn out to be whole after all."""
+        self._passed_over.add(place)
+
+    def is_passed_over(self, place: BundlePlace) -> bool:
+        """Whether this run goes on from an older bundle."""
+        return place in self._passed_over
 
     def listed(self, place: BundlePlace, *, contents: bool) -> ListedBundle:
         """What retention needs to know of a bundle.
@@ -85,10 +97,11 @@ class Survey:
         """The bundle is gone, and what is under it."""
         gone = {
             each
-            for each in (*self._alone, *self._anchors, *self._doubtful)
+            for each in (*self._alone, *self._anchors, *self._doubtful, *self._passed_over)
             if each == place or (each.step == place.step and not place.is_snapshot)
         }
         self._doubtful -= gone
+        self._passed_over -= gone
         for each in gone:
             self._alone.pop(each, None)
             self._anchors.pop(each, None)
@@ -162,9 +175,7 @@ class Survey:
         return checked if changed is None else Failure(Fault(why=changed))
 
     def _condition(self, place: BundlePlace, checked: Checked) -> BundleCondition:
-        if place in self._doubtful:
-            return BundleCondition.UNKNOWN
-        if is_successful(checked):
-            return BundleCondition.WHOLE
-        transient = checked.failure().is_transient
-        return BundleCondition.UNKNOWN if transient else BundleCondition.DAMAGED
+        if not is_successful(checked) and not checked.failure().is_transient:
+            return BundleCondition.DAMAGED
+        certain = is_successful(checked) and place not in self._doubtful | self._passed_over
+        return BundleCondition.WHOLE if certain else BundleCondition.UNKNOWN
