@@ -7,9 +7,10 @@ of a checked `MasterConfig` is never checked again.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, json
 
 from rollsync.pure.rollout.sampler import CustomSampler, InOrderSampler, SamplerConfig
 from rollsync.pure.rollout.state import RecoveryGranularity
@@ -44,6 +45,17 @@ class DataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     options: dict[str, Scalar] = {}
     max_epochs: Count = 1
     """How often the dataset is handed out before the prompts end."""
+
+
+def dataset_digest(config: DataConfig) -> str:
+    """Identity of a dataset, hexadecimal: what decides its samples, and not how often they come."""
+    decisive = {
+        "task": config.task,
+        "size": config.size,
+        "seed": config.seed,
+        "options": config.options,
+    }
+    return sha256(json.encode(decisive, order="deterministic")).hexdigest()
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,8 +15,8 @@ from rollsync.codecs.refit import huggingface
 from rollsync.pure.refit import RefitError, TensorSpec, describe
 from rollsync.pure.refit.errors import ShapesError
 from rollsync.pure.refit.model_shapes import HuggingFaceConfig, kv_heads_of, model_tensors
-from rollsync.shell.cli._files import UnreadableFile
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.files import UnreadableFile
 
 _GIVE = (
     "give a Hugging Face config.json, a model.safetensors.index.json with its files beside it, "

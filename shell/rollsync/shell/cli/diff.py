@@ -16,8 +16,8 @@ import msgspec
 from rollsync.codecs.view import Change, changes, view
 from rollsync.pure.rollout.diff import diff, diff_lines
 from rollsync.pure.rollout.state import RolloutState
-from rollsync.shell.cli._files import read_value, state_file_in
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.files import read_value, state_file_in
 
 _SHOWN_CHARACTERS = 100
 

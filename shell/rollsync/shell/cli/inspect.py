@@ -15,7 +15,7 @@ from returns.pipeline import is_successful
 
 from rollsync.codecs import Header, decode_any, describe, read_header
 from rollsync.codecs.view import view
-from rollsync.shell.cli._files import UnreadableFile, is_ours, read_if_ours
+from rollsync.shell.files import UnreadableFile, is_ours, read_if_ours
 
 _SHOWN_ENTRIES = 20
 _OTHER = "other"

@@ -58,8 +58,29 @@ def _gc() -> CommandModule:
     return gc
 
 
+def _run() -> CommandModule:
+    from rollsync.shell.cli import run
+
+    return run
+
+
+def _demo() -> CommandModule:
+    from rollsync.shell.cli import demo
+
+    return demo
+
+
+def _explain() -> CommandModule:
+    from rollsync.shell.cli import explain
+
+    return explain
+
+
 COMMANDS: tuple[Command, ...] = (
+    Command("demo", "train a small model, kill the run, resume it, and prove the account", _demo),
+    Command("run", "run a configuration, or go on with the run in its directory", _run),
     Command("plan", "what a refit will move, hold and take, from a model's shapes", _plan),
+    Command("explain", "say what a resume of a run directory would do, group by group", _explain),
     Command("inspect", "print what is in a rollsync file, or in a directory of them", _inspect),
     Command("diff", "print where two rollsync files of one kind, or two snapshots, differ", _diff),
     Command("verify", "check every file of a run directory", _verify),

@@ -11,10 +11,18 @@ from pathlib import Path
 
 import torch
 from msgspec import Struct
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
 
-PAD, END = "<pad>", "<end>"
+END = "<|endoftext|>"
+"""Ends an answer, and pads."""
+MERGES = 80
+"""Merged tokens that the tokenizer learns: enough for the words of a task's question."""
 IGNORED_LABEL = -100
 """The label that torch's cross entropy leaves out."""
 
@@ -35,27 +43,23 @@ class WarmUp(Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-pair tokenizer on `texts`: words of the question merge, digits stay single."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\d|[-+=]"), "isolated"),
-            pre_tokenizers.Metaspace(replacement="_", prepend_scheme="never"),
-        ]
+def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerBase:
+    """Train a byte-level byte-pair tokenizer on `texts`, of the kind that Qwen2 models have.
+
+    Its pre-tokenizer keeps digits single, so that an answer is spelt digit by digit.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {token: index for index, token in enumerate([END, *sorted(alphabet)])}
+    untrained = Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], unk_token=END, eos_token=END, pad_token=END
     )
-    tokenizer.decoder = decoders.Metaspace(replacement="_", prepend_scheme="never")
-    trainer = trainers.BpeTrainer(
-        vocab_size=256,
-        special_tokens=[PAD, END],
-        initial_alphabet=list("0123456789-+= "),
-        show_progress=False,
+    trained: PreTrainedTokenizerBase = untrained.train_new_from_iterator(
+        texts, vocab_size=len(vocabulary) + MERGES, show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
+    return trained
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen2ForCausalLM:
     """A Qwen2 architecture of about 0.2 million parameters with tied embeddings."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
@@ -77,7 +81,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCaus
 
 
 def supervised_batch(
-    tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, both `(batch, length)`; labels count the answer and its end only."""
     rows: list[list[int]] = []
@@ -96,7 +100,7 @@ def supervised_batch(
 
 def warm_up(
     model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     how: WarmUp,
 ) -> float:
@@ -118,6 +122,8 @@ def warm_up(
 
 def make_checkpoint(directory: Path, examples: Sequence[Example], how: WarmUp) -> None:
     """Write a warmed-up model and its tokenizer to `directory` in Hugging Face's format."""
+    # So small a model trains fastest on one thread, and equally fast beside other work.
+    torch.set_num_threads(1)
     tokenizer = make_tokenizer([f"{e.question} {e.answer}" for e in examples])
     model = make_model(tokenizer, seed=how.seed)
     warm_up(model, tokenizer, examples, how)

@@ -7,7 +7,7 @@ safetensors and JSON, never pickled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -100,12 +100,13 @@ class GrpoTrainer:
         self.trainer_version = 0
         """Optimizer steps that the weights have seen."""
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its checkpoint name, tied ones under each of their names."""
-        yield from self._model.state_dict().items()
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model that is trained."""
+        return self._model
 
-    def train_step(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
-        """One optimizer step on whole groups of siblings."""
+    def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
+        """The gradients of one step, on whole groups of siblings. The weights stay as they are."""
         rewards = torch.tensor([[row.reward for row in group] for group in groups])
         advantages = group_relative_advantages(rewards).flatten()
         rows = [row for group in groups for row in group]
@@ -122,14 +123,17 @@ class GrpoTrainer:
         norm = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), self._config.max_grad_norm, error_if_nonfinite=True
         )
-        self._optimizer.step()
-        self.trainer_version += 1
         return StepMetrics(
             loss=float(loss.detach()),
             mean_reward=float(rewards.mean()),
             gradient_norm=float(norm),
             tokens=int(counts.sum()),
         )
+
+    def apply_gradients(self) -> None:
+        """Take the optimizer step whose gradients were computed last."""
+        self._optimizer.step()
+        self.trainer_version += 1
 
     def _log_probabilities(self, tokens: Tensor) -> Tensor:
         """`(rows, length - 1)`: of each token after the first, given those before it."""

@@ -56,8 +56,12 @@ class TrainerClient(Protocol):
         """Version of the weights it holds, as of its last answer."""
         ...
 
-    async def train_step(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
-        """One optimizer step: the version grows by one."""
+    async def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
+        """The gradients of one step; the weights stay as they are."""
+        ...
+
+    async def apply_gradients(self) -> None:
+        """Take the step whose gradients were computed last: the version grows by one."""
         ...
 
     async def skip_step(self) -> None:

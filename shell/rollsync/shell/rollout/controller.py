@@ -20,12 +20,17 @@ from msgspec.structs import replace
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.cadence import cadence_warnings
-from rollsync.pure.rollout.checkpointing import CheckpointKind, RolloutCheckpointSaveResult
+from rollsync.pure.rollout.checkpointing import (
+    CheckpointKind,
+    RolloutCheckpointOutcome,
+    RolloutCheckpointSaveResult,
+)
 from rollsync.pure.rollout.events import GroupDropped, RolloutEvent
 from rollsync.pure.rollout.explain import explain
 from rollsync.pure.rollout.resume import ResumePolicy
 from rollsync.pure.rollout.sampler import PromptGroupSampler
 from rollsync.pure.rollout.state import RolloutState, TrainingProgress, fresh_state
+from rollsync.shell.journal import Finished, Journal, PromptDropped, Resumed, Saved
 from rollsync.shell.rollout.archive import ResumeArchive, SnapshotArchive
 from rollsync.shell.rollout.barrier import DataPlaneCheckpointBarrier
 from rollsync.shell.rollout.bundle_writer import BundleWriter
@@ -39,7 +44,6 @@ from rollsync.shell.rollout.clients import (
 )
 from rollsync.shell.rollout.data_plane import DataPlane
 from rollsync.shell.rollout.environments import EnvironmentCheckpoint
-from rollsync.shell.rollout.journal import Finished, Journal, PromptDropped, Resumed, Saved
 from rollsync.shell.rollout.parts import RolloutParts
 from rollsync.shell.rollout.prompts import PromptDataloader
 from rollsync.shell.rollout.replay_buffer import TQReplayBuffer
@@ -49,7 +53,7 @@ from rollsync.shell.rollout.snapshot_pump import SnapshotPump
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 from rollsync.shell.rollout.trace import RolloutTraceRecorder
 from rollsync.shell.rollout.train_pump import TrainPump
-from rollsync.shell.rollout.waiting import ChangeSignal, GenerationGate
+from rollsync.shell.rollout.waiting import ChangeSignal
 
 PARTITION = "rollouts"
 
@@ -112,7 +116,6 @@ class RolloutController:
         self._clients = clients
         self._journal = journal
         self._changes = ChangeSignal()
-        self._gate = GenerationGate(config.generation.max_concurrent_requests)
         self.barrier = DataPlaneCheckpointBarrier()
         self.cell = StateCell(
             fresh_state(
@@ -148,7 +151,6 @@ class RolloutController:
             generation=clients.generation,
             codec=clients.codec,
             verifier=clients.verifier,
-            gate=self._gate,
             changes=self._changes,
         )
         writer = BundleWriter(archive)
@@ -177,7 +179,6 @@ class RolloutController:
             trainer=clients.trainer,
             sync=clients.sync,
             snapshotter=self._snapshotter,
-            gate=self._gate,
             changes=self._changes,
             journal=journal,
         )
@@ -255,6 +256,8 @@ class RolloutController:
         return replace(self.cell.state.progress, train_steps=version, trainer_version=version)
 
     def _saved(self, kind: CheckpointKind, result: RolloutCheckpointSaveResult) -> None:
+        if result.reason.outcome is RolloutCheckpointOutcome.SKIPPED:
+            return
         pause_s = self.barrier.take_telemetry().longest_checkpoint_hold_s
         self._journal.write(
             Saved(

@@ -12,7 +12,7 @@ from hashlib import sha256
 import reasoning_gym
 from msgspec import Struct, json
 
-from rollsync.pure.config import DataConfig
+from rollsync.pure.config import DataConfig, dataset_digest
 from rollsync.pure.rollout.order import HandOutPlace, epoch_order, hand_out, prompts_left
 from rollsync.pure.rollout.state import DataloaderState, DatumSpec, PromptReference
 
@@ -39,17 +39,7 @@ class ReasoningGymDataset:
         self._data = reasoning_gym.create_dataset(
             config.task, size=config.size, seed=config.seed, **config.options
         )
-        self.digest = sha256(
-            json.encode(
-                {
-                    "task": config.task,
-                    "size": config.size,
-                    "seed": config.seed,
-                    "options": config.options,
-                },
-                order="deterministic",
-            )
-        ).hexdigest()
+        self.digest = dataset_digest(config)
 
     def __len__(self) -> int:
         return self._config.size

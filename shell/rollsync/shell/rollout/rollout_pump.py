@@ -54,7 +54,7 @@ from rollsync.shell.rollout.data_plane import Row
 from rollsync.shell.rollout.errors import RolloutTransitionError
 from rollsync.shell.rollout.parts import RolloutParts
 from rollsync.shell.rollout.prompts import PromptDataloader
-from rollsync.shell.rollout.waiting import ChangeSignal, GenerationGate
+from rollsync.shell.rollout.waiting import ChangeSignal
 
 
 class PromptGone(RollsyncError):
@@ -71,7 +71,6 @@ class RolloutPump:
         generation: the engines.
         codec: the policy's tokenizer.
         verifier: judges answers.
-        gate: holds requests back while weights move.
         changes: notified at every change of the state.
     """
 
@@ -84,7 +83,6 @@ class RolloutPump:
         generation: GenerationClient,
         codec: Codec,
         verifier: Verifier,
-        gate: GenerationGate,
         changes: ChangeSignal,
     ) -> None:
         self._parts = parts
@@ -93,7 +91,7 @@ class RolloutPump:
         self._generation = generation
         self._codec = codec
         self._verifier = verifier
-        self._gate = gate
+        self._requests = asyncio.Semaphore(config.generation.max_concurrent_requests)
         self._changes = changes
         self._working: set[str] = set()
         self._generating: dict[str, set[asyncio.Task[GeneratedCompletion]]] = {}
@@ -145,6 +143,9 @@ class RolloutPump:
     async def _admit(self) -> bool:
         """Carry out one decision of admission; False if there is nothing to do for now."""
         if self._admission_closed is not None:
+            return False
+        if self.served_weight_version < self._parts.runtime_state.state.progress.trainer_version:
+            # A sync is due: a batch that waits for it starts from the newest weights.
             return False
         await self._fill_reserve()
         sampler, cell = self._parts.sampler, self._parts.runtime_state
@@ -259,7 +260,7 @@ class RolloutPump:
             temperature=settings.temperature,
             seed=generation_seed(self._config.run.seed, group_id, index),
         )
-        async with self._gate.request():
+        async with self._requests:
             if self._record(group_id) is None:
                 return None
             running = asyncio.ensure_future(self._generation.generate(request))

@@ -20,7 +20,13 @@ from rollsync.shell.errors import RollsyncError
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 
 _RETRY_S = 0.05
-"""Between attempts at the last snapshot: an optimizer commit takes about as long."""
+"""Between attempts: an optimizer commit takes about as long."""
+
+_PASSES_SOON = (
+    RolloutCheckpointAttemptReason.OPTIMIZER_COMMIT_IN_PROGRESS,
+    RolloutCheckpointAttemptReason.TRAINER_STATE_CHANGED,
+)
+"""Reasons to skip that are gone in a moment: waiting a whole interval could miss them for ever."""
 
 
 class RolloutSaveError(RollsyncError):
@@ -76,7 +82,15 @@ class SnapshotPump:
             if upcoming.is_last:
                 await self._save_last(stop)
                 return
-            self._judge(await self._snapshotter.save_rollout_snapshot())
+            await self._save(stop)
+
+    async def _save(self, stop: asyncio.Event) -> None:
+        """Save now, or as soon as a step that is being committed lets it."""
+        while True:
+            result = await self._snapshotter.save_rollout_snapshot()
+            self._judge(result)
+            if result.reason not in _PASSES_SOON or await _is_set_within(stop, _RETRY_S):
+                return
 
     async def _save_last(self, stop: asyncio.Event) -> None:
         """Save before the deadline, again and again until it has worked or the time is up."""

@@ -18,13 +18,13 @@ from rollsync.pure.rollout.sampler import next_stale_drop
 from rollsync.pure.rollout.state import ReplayGroup
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo import StepMetrics, TrainingRow
+from rollsync.shell.journal import Journal, StepClaimed, StepTrained, WeightsSynced
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
 from rollsync.shell.rollout.clients import TrainerClient, WeightSync
-from rollsync.shell.rollout.journal import Journal, StepClaimed, StepTrained, WeightsSynced
 from rollsync.shell.rollout.parts import RolloutParts
 from rollsync.shell.rollout.rollout_pump import RolloutPump
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
-from rollsync.shell.rollout.waiting import ChangeSignal, GenerationGate
+from rollsync.shell.rollout.waiting import ChangeSignal
 
 
 class CheckpointFailed(RollsyncError):
@@ -41,7 +41,6 @@ class TrainPump:
         trainer: takes the optimizer steps.
         sync: brings the engines to the trainer's weights.
         snapshotter: saves the trainer checkpoints.
-        gate: held while weights move.
         changes: notified at every change of the state.
         journal: where steps and syncs are written down.
     """
@@ -55,7 +54,6 @@ class TrainPump:
         trainer: TrainerClient,
         sync: WeightSync,
         snapshotter: RolloutSnapshotter,
-        gate: GenerationGate,
         changes: ChangeSignal,
         journal: Journal,
     ) -> None:
@@ -65,7 +63,6 @@ class TrainPump:
         self._trainer = trainer
         self._sync = sync
         self._snapshotter = snapshotter
-        self._gate = gate
         self._changes = changes
         self._journal = journal
 
@@ -91,9 +88,8 @@ class TrainPump:
         return "all steps are trained"
 
     async def sync_weights(self) -> None:
-        """Bring the engines to the trainer's weights, with no request under way."""
-        async with self._gate.sync():
-            figures = await self._sync()
+        """Bring the engines to the trainer's weights; they hold requests back meanwhile."""
+        figures = await self._sync()
         self._rollouts.served_weight_version = figures.weight_version
         self._changes.notify()
         self._journal.write(
@@ -144,8 +140,10 @@ class TrainPump:
         self._journal.write(StepClaimed(step=step, prompt_ids=prompt_ids))
         rows = await self._parts.buffer.rows_of(batch.event.group_ids)
         training = [training_rows(group, rows[group.group_id]) for group in groups]
+        # The long part changes nothing yet, so that snapshots can be taken meanwhile.
+        metrics = await self._trainer.compute_gradients(training)
         await self._open_commit(step)
-        metrics = await self._trainer.train_step(training)
+        await self._trainer.apply_gradients()
         await self._commit(step, groups, metrics)
 
     async def _skip(self, skip: SkipStep) -> None:

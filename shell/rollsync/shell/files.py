@@ -6,9 +6,10 @@ from pathlib import Path
 
 from returns.pipeline import is_successful
 
-from rollsync.codecs import DecodeError, decode_any, describe
+from rollsync.codecs import DecodeError, decode, decode_any, describe
 from rollsync.codecs.envelope import HEADER_BYTES, MAGIC, read_header
 from rollsync.codecs.rollout.state import ROLLOUT_STATE
+from rollsync.pure.rollout.state import RolloutState
 from rollsync.shell.errors import RollsyncError
 
 
@@ -94,6 +95,20 @@ def read_value(path: Path) -> object:
         UndecodableFile: Its bytes are not a whole value of a known kind.
     """
     result = decode_any(read_if_ours(path))
+    if not is_successful(result):
+        raise UndecodableFile(path, result.failure())
+    return result.unwrap()
+
+
+def read_state(directory: Path) -> RolloutState:
+    """The rollout state directly in `directory`, for instance in a snapshot.
+
+    Raises:
+        UnreadableFile: There is none, or a file may not be read.
+        UndecodableFile: Its bytes are not a whole state.
+    """
+    path = state_file_in(directory)
+    result = decode(read_bytes(path), RolloutState)
     if not is_successful(result):
         raise UndecodableFile(path, result.failure())
     return result.unwrap()

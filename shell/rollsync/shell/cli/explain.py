@@ -1,0 +1,28 @@
+"""`rollsync explain DIR`: what a resume of a run directory would do, group by group."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run directory."""
+    parser.add_argument("directory", type=Path, help="run directory, the original or a copy")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; nothing is changed."""
+    from rich.console import Console
+
+    from rollsync.pure.rollout.explain import explain
+    from rollsync.shell.run.saved import read_saved
+
+    saved = read_saved(args.directory)
+    console = Console()
+    for refused in saved.refused:
+        console.print(f"passed over {refused}", highlight=False)
+    console.print(f"from {saved.bundle.path}", highlight=False)
+    for line in explain(saved.plan()):
+        console.print(line, highlight=False)
+    return 0

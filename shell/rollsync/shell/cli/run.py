@@ -1,0 +1,30 @@
+"""`rollsync run CONFIG`: one process's part of a run; it resumes what the run directory holds."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The configuration file."""
+    parser.add_argument("config", type=Path, help="YAML file; `rollsync demo` writes one to copy")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run until the steps are trained, or until asked to stop; then 0."""
+    from rich.console import Console
+
+    from rollsync.shell.config import read_config
+    from rollsync.shell.run.display import RunDisplay
+
+    config = read_config(args.config)
+    console = Console()
+    with RunDisplay(console, title=str(args.config)) as display:
+        # Imported late: torch, Ray and transformers take seconds, and a wrong file should not.
+        from rollsync.shell.run.launch import run_config
+
+        outcome = run_config(config, listener=display.listener)
+    if not outcome.completed:
+        console.print(f"Stopped: {outcome.why}. The same command goes on from here.")
+    return 0

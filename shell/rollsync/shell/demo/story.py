@@ -1,0 +1,218 @@
+"""The demo's story: make a model, run, kill the run inside a training step, resume, account.
+
+The run is an ordinary `rollsync run` in a child process with a session of its own, so that killing
+it kills everything it started, without warning. Rule kept here: what is claimed at the end is read
+from the run directory, never remembered.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean
+
+import psutil
+from msgspec import Struct
+
+from rollsync.pure.config import MasterConfig
+from rollsync.pure.rollout.audit import Audit, describe_audit
+from rollsync.pure.rollout.checkpointing import CheckpointKind
+from rollsync.pure.rollout.explain import explain
+from rollsync.shell.errors import RollsyncError
+from rollsync.shell.journal import JournalEntry, Saved, StepClaimed, StepTrained, read_journal
+from rollsync.shell.run.saved import JOURNAL, SavedRun, close_account, read_saved
+
+POLL_S = 0.02
+GONE_TIMEOUT_S = 30.0
+REWARD_STEPS = 5
+"""Steps at either end whose mean reward is shown."""
+
+ROLLOUT_SNAPSHOT = CheckpointKind.ROLLOUT_SNAPSHOT.value
+
+
+class DemoFailed(RollsyncError):
+    """A part of the story did not happen."""
+
+
+class KillMoment(Struct, frozen=True, kw_only=True):
+    """When the run is killed: inside a training step, from `from_step` on, as soon as a rollout
+    snapshot was saved in it; at the latest as soon as `latest_step` has begun."""
+
+    from_step: int
+    latest_step: int
+
+
+def step_to_kill_in(moment: KillMoment, seen: list[JournalEntry]) -> int | None:
+    """The step that is being trained, if the run is to be killed after the newest of `seen`."""
+    step = None
+    for entry in seen:
+        if isinstance(entry, StepClaimed):
+            step = entry.step
+        elif isinstance(entry, StepTrained):
+            step = None
+    if step is None or step < moment.from_step:
+        return None
+    newest = seen[-1]
+    snapshot = isinstance(newest, Saved) and newest.saved and newest.what == ROLLOUT_SNAPSHOT
+    return step if snapshot or step >= moment.latest_step else None
+
+
+class RunningChild:
+    """`rollsync run` as a child process.
+
+    Args:
+        config_file: what it runs.
+        log: where its output goes.
+    """
+
+    def __init__(self, config_file: Path, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rollsync.shell.cli", "run", str(config_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also that of its process group."""
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def kill(self) -> int:
+        """SIGKILL to it and to everything it started; how many processes that were."""
+        started = [self._process.pid, *(p.pid for p in psutil.Process(self.pid).children(True))]
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pid in started[1:]:
+            # What had left the group (Ray's daemons do): it must not outlive the run either.
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._await_gone(started)
+        return len(started)
+
+    def require_success(self) -> None:
+        """Raise `DemoFailed` with the end of the log unless it has ended well."""
+        code = self._process.wait()
+        if code != 0:
+            tail = self._log.read_text(errors="replace").splitlines()[-15:]
+            raise DemoFailed(
+                f"the run ended with code {code}:\n" + "\n".join(tail),
+                remedy=f"the whole output is in {self._log}",
+            )
+
+    @staticmethod
+    def _await_gone(pids: list[int]) -> None:
+        deadline_s = time.monotonic() + GONE_TIMEOUT_S
+        while any(_is_alive(pid) for pid in pids):
+            if time.monotonic() > deadline_s:
+                raise DemoFailed(f"processes {[p for p in pids if _is_alive(p)]} do not end")
+            time.sleep(POLL_S)
+
+
+class JournalFollower:
+    """Reads the entries that a journal has grown by.
+
+    Args:
+        path: the journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def new_entries(self) -> list[JournalEntry]:
+        """Entries since the last call."""
+        entries = list(read_journal(self._path))
+        found = entries[self._read :]
+        self._read = len(entries)
+        return found
+
+
+def run_until_killed(
+    child: RunningChild,
+    follower: JournalFollower,
+    moment: KillMoment,
+    show: Callable[[JournalEntry], None],
+) -> tuple[int, int]:
+    """Follow the first run and kill it; the step it died in and how many processes died.
+
+    Raises:
+        DemoFailed: it ended before the moment came.
+    """
+    seen: list[JournalEntry] = []
+    for entry in _follow(child, follower):
+        show(entry)
+        seen.append(entry)
+        step = step_to_kill_in(moment, seen)
+        if step is not None:
+            return step, child.kill()
+    child.require_success()
+    raise DemoFailed("the run ended before it could be killed", remedy="give it more steps")
+
+
+def run_to_the_end(
+    child: RunningChild, follower: JournalFollower, show: Callable[[JournalEntry], None]
+) -> None:
+    """Follow the second run to its end.
+
+    Raises:
+        DemoFailed: it failed.
+    """
+    for entry in _follow(child, follower):
+        show(entry)
+    child.require_success()
+
+
+def _follow(child: RunningChild, follower: JournalFollower) -> Iterator[JournalEntry]:
+    while child.is_running():
+        yield from follower.new_entries()
+        time.sleep(POLL_S)
+    yield from follower.new_entries()
+
+
+def plan_lines(saved: SavedRun) -> tuple[str, ...]:
+    """What the resume will do, from the files."""
+    return (f"from {saved.bundle.path}", *explain(saved.plan()))
+
+
+def rewards(config: MasterConfig) -> tuple[float, float]:
+    """Mean reward of the first and of the last steps that the finished run is made of."""
+    of_step: dict[int, float] = {}
+    for entry in read_journal(Path(config.run.directory) / JOURNAL):
+        if isinstance(entry, StepTrained) and entry.mean_reward is not None:
+            of_step[entry.step] = entry.mean_reward
+    in_order = [of_step[step] for step in sorted(of_step)]
+    return fmean(in_order[:REWARD_STEPS]), fmean(in_order[-REWARD_STEPS:])
+
+
+def account_lines(directory: Path) -> tuple[Audit, tuple[str, ...]]:
+    """The account of the finished run, from its files."""
+    saved = read_saved(directory)
+    result = close_account(saved)
+    before, after = rewards(saved.config)
+    return result, (
+        *describe_audit(result),
+        f"mean reward                 {before:.3f} in the first {REWARD_STEPS} steps,"
+        f" {after:.3f} in the last {REWARD_STEPS}",
+    )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

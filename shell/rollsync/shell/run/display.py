@@ -1,0 +1,153 @@
+"""Shows a run's journal as it grows: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from rollsync.shell.journal import (
+    Finished,
+    JournalEntry,
+    PromptDropped,
+    Resumed,
+    Saved,
+    StepClaimed,
+    StepTrained,
+    WeightsSynced,
+)
+
+STEPS_SHOWN = 12
+
+
+def line_of(entry: JournalEntry) -> str:
+    """One entry in words."""
+    match entry:
+        case Resumed(source=None):
+            return "start   a fresh run"
+        case Resumed():
+            return f"resume  from {entry.source}, after step {entry.train_steps}"
+        case StepClaimed():
+            return f"step {entry.step:3}  training {len(entry.prompt_ids)} prompt groups"
+        case StepTrained():
+            return (
+                f"step {entry.step:3}  reward {_number(entry.mean_reward)}"
+                f"  loss {_number(entry.loss)}  staleness {staleness(entry)}"
+            )
+        case WeightsSynced():
+            return (
+                f"sync    weight version {entry.weight_version}: {entry.bytes / 1e6:.2f} MB in"
+                f" {entry.seconds * 1e3:.1f} ms, {gigabytes_per_s(entry):.3f} GB/s"
+            )
+        case Saved():
+            done = "saved" if entry.saved else f"not saved ({entry.reason})"
+            return (
+                f"save    {entry.what.replace('_', ' ')} after step {entry.train_steps}: {done},"
+                f" changes paused {entry.pause_ms:.2f} ms"
+            )
+        case PromptDropped():
+            return f"drop    prompt {entry.prompt_id}: {entry.reason}"
+        case Finished():
+            return f"end     after step {entry.train_steps}: {entry.why}"
+
+
+def staleness(entry: StepTrained) -> str:
+    """Weight versions between generating and training: the largest of the batch."""
+    if not entry.weight_versions:
+        return "-"
+    return str(entry.step - 1 - min(entry.weight_versions))
+
+
+def gigabytes_per_s(entry: WeightsSynced) -> float:
+    """Speed of a sync, in units of 10^9 bytes."""
+    return entry.bytes / entry.seconds / 1e9 if entry.seconds > 0 else 0.0
+
+
+class RunDisplay:
+    """Shows entries; used in a `with`.
+
+    Args:
+        console: where to.
+        title: what is shown above the table.
+    """
+
+    def __init__(self, console: Console, *, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._steps: list[StepTrained] = []
+        self._sync: WeightsSynced | None = None
+        self._saves: dict[str, int] = {}
+        self._longest_pause_ms = 0.0
+        self._last = ""
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(self._table(), console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @property
+    def listener(self) -> Callable[[JournalEntry], None]:
+        """What takes the entries."""
+        return self.show
+
+    def show(self, entry: JournalEntry) -> None:
+        """Show one more entry."""
+        self._last = line_of(entry)
+        if isinstance(entry, StepTrained):
+            self._steps.append(entry)
+        elif isinstance(entry, WeightsSynced):
+            self._sync = entry
+        elif isinstance(entry, Saved) and entry.saved:
+            self._saves[entry.what] = self._saves.get(entry.what, 0) + 1
+            self._longest_pause_ms = max(self._longest_pause_ms, entry.pause_ms)
+        if self._live is not None:
+            self._live.update(self._table())
+        else:
+            self._console.print(self._last, highlight=False)
+
+    def _table(self) -> Table:
+        sync = self._sync
+        synced = (
+            "not synced yet"
+            if sync is None
+            else f"engines serve version {sync.weight_version}"
+            f" ({sync.seconds * 1e3:.1f} ms, {gigabytes_per_s(sync):.3f} GB/s)"
+        )
+        saves = ", ".join(
+            f"{count} {what.replace('_', ' ')}s" for what, count in sorted(self._saves.items())
+        )
+        table = Table(
+            title=self._title,
+            caption=f"{synced}\n{saves or 'nothing saved yet'}; longest pause"
+            f" {self._longest_pause_ms:.2f} ms\n{self._last}",
+        )
+        for heading in ("step", "reward", "loss", "weight version", "staleness"):
+            table.add_column(heading, justify="right")
+        for step in self._steps[-STEPS_SHOWN:]:
+            table.add_row(
+                str(step.step),
+                _number(step.mean_reward),
+                _number(step.loss),
+                str(step.step),
+                staleness(step),
+            )
+        return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,245 @@
+"""Starts what a configuration names (Ray, trainer, engines, run directory) and runs the controller.
+
+Rule kept here: everything that was started is ended, whether the run ends by itself, is asked to
+stop (SIGTERM, SIGINT), or fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import ray
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rollsync.pure.config import MasterConfig
+from rollsync.shell.config import ConfigError
+from rollsync.shell.grpo.worker import GrpoPolicyWorker, GrpoTrainerClient
+from rollsync.shell.journal import Journal, JournalListener
+from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
+from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.generation import SamplingSettings
+from rollsync.shell.refit.worker_group import Actor, GenerationGroup, PolicyGroup
+from rollsync.shell.rollout.clients import GeneratedCompletion, GenerationRequest, SyncFigures
+from rollsync.shell.rollout.controller import RolloutController, RunClients, RunOutcome
+from rollsync.shell.rollout.data_plane import InProcessDataPlane
+from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
+from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
+from rollsync.shell.run.saved import JOURNAL, write_config
+from rollsync.shell.samplers import load_sampler
+from rollsync.shell.store import SnapshotStore
+
+
+class PolicyTokenizer:
+    """The policy's tokenizer, as the rollout pump uses it.
+
+    Args:
+        path: directory of the model.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        end = self._tokenizer.eos_token_id
+        if not isinstance(end, int):
+            raise ConfigError(
+                f"model.path: the tokenizer in {path} has no end-of-sequence token",
+                remedy="use a model whose tokenizer has one",
+                paths=("model.path",),
+            )
+        self.end_token_id = end
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, without special tokens."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+
+class EngineClient:
+    """The engines, as the rollout pump asks them.
+
+    Args:
+        engines: the engines.
+        end_token_id: the token that ends a completion.
+    """
+
+    def __init__(self, engines: GenerationGroup, *, end_token_id: int) -> None:
+        self._engines = engines
+        self._end_token_id = end_token_id
+
+    async def generate(self, request: GenerationRequest) -> GeneratedCompletion:
+        """Sample one completion."""
+        sampling = SamplingSettings(
+            max_new_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            stop_token_ids=(self._end_token_id,),
+        )
+        (completion,) = await self._engines.generate(
+            request.prompt_token_ids, sampling, seed=request.seed
+        )
+        return GeneratedCompletion(
+            token_ids=completion.token_ids,
+            log_probabilities=completion.logprobs,
+            finished=completion.finish_reason == "stop",
+            weight_version=completion.weight_version,
+        )
+
+
+class Synchronizer:
+    """The weight synchronizer, as the train pump calls it.
+
+    Args:
+        synchronizer: does the work; its calls block.
+    """
+
+    def __init__(self, synchronizer: CheckpointEngineWeightSynchronizer) -> None:
+        self._synchronizer = synchronizer
+        self._connected = False
+
+    async def __call__(self) -> SyncFigures:
+        """Move the weights; connect first, the first time."""
+        if not self._connected:
+            await asyncio.to_thread(self._synchronizer.init_communicator)
+            self._connected = True
+        report = await asyncio.to_thread(self._synchronizer.sync_weights)
+        if report.weight_version is None:
+            raise RefitError("the engines did not say which weights they serve")
+        return SyncFigures(
+            weight_version=report.weight_version,
+            bytes=report.payload_bytes,
+            seconds=report.total_s,
+        )
+
+    async def shutdown(self) -> None:
+        """Release what the connection holds."""
+        await asyncio.to_thread(self._synchronizer.shutdown)
+
+
+def run_config(config: MasterConfig, *, listener: JournalListener | None = None) -> RunOutcome:
+    """Run `config` in this process, resuming what its run directory holds.
+
+    Args:
+        listener: told of every journal entry.
+
+    Raises:
+        RollsyncError: the run cannot begin, or cannot go on.
+    """
+    sampler = load_sampler(config)
+    tokenizer = PolicyTokenizer(config.model.path)
+    dataset = ReasoningGymDataset(config.data)
+    store = SnapshotStore(Path(config.run.directory), config=config, dataset_digest=dataset.digest)
+    write_config(config)
+    journal = Journal(Path(config.run.directory) / JOURNAL)
+    if listener is not None:
+        journal.listen(listener)
+    ray.init(
+        address=config.run.address,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        configure_logging=False,
+    )
+    try:
+        policy, engines = _start_actors(config)
+        trainer = GrpoTrainerClient(policy)
+        generation = GenerationGroup(engines)
+        sync = Synchronizer(
+            CheckpointEngineWeightSynchronizer(
+                PolicyGroup([policy]),
+                generation,
+                {
+                    "backend": config.checkpoint_engine.backend,
+                    "update_weights_bucket_memory_ratio": (
+                        config.checkpoint_engine.update_weights_bucket_memory_ratio
+                    ),
+                    "engine_kwargs": config.checkpoint_engine.engine_kwargs,
+                },
+            )
+        )
+        controller = RolloutController(
+            config,
+            sampler=sampler,
+            clients=RunClients(
+                trainer=trainer,
+                load_trainer=trainer.load,
+                generation=EngineClient(generation, end_token_id=tokenizer.end_token_id),
+                sync=sync,
+                codec=tokenizer,
+                verifier=dataset,
+            ),
+            dataloader=PromptDataloader(dataset, max_epochs=config.data.max_epochs),
+            plane=InProcessDataPlane(),
+            archive=store,
+            environment=NoEnvironmentCheckpoint(),
+            journal=journal,
+        )
+        return asyncio.run(_run_until_stopped(controller, sync))
+    finally:
+        journal.close()
+        ray.shutdown()
+
+
+async def _run_until_stopped(controller: RolloutController, sync: Synchronizer) -> RunOutcome:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    outcome = await controller.run(stop)
+    await sync.shutdown()
+    return outcome
+
+
+def _start_actors(config: MasterConfig) -> tuple[Actor, list[Actor]]:
+    """The trainer and the engines, each in its own process."""
+    workers = 1 + config.generation.engines
+    policy = _handle(ray.remote(GrpoPolicyWorker).remote(config, workers_on_host=workers))
+    make = _torch_engine if config.generation.backend == "torch" else _vllm_engine
+    return policy, [make(config, workers) for _ in range(config.generation.engines)]
+
+
+def _torch_engine(config: MasterConfig, workers_on_host: int) -> Actor:
+    from rollsync.shell.refit.torch_generation import TorchGenerationWorker
+
+    return _handle(
+        ray.remote(TorchGenerationWorker).remote(
+            config.model.path,
+            workers_on_host=workers_on_host,
+            threads=1 if config.run.deterministic else 0,
+        )
+    )
+
+
+def _vllm_engine(config: MasterConfig, workers_on_host: int) -> Actor:
+    from rollsync.shell.refit.vllm_generation import CPU_ENVIRONMENT, VllmGenerationWorker
+
+    del workers_on_host  # vLLM's own workers count themselves.
+    environment = {**CPU_ENVIRONMENT, **_offline(os.environ)}
+    actor = ray.remote(VllmGenerationWorker).options(runtime_env={"env_vars": environment})
+    options = {
+        "max_model_len": config.generation.max_model_len,
+        "max_num_seqs": config.generation.max_concurrent_requests,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "seed": config.run.seed,
+    }
+    return _handle(actor.remote(config.model.path, options))
+
+
+def _handle(made: object) -> Actor:
+    """A handle whose methods are called by name. Ray types the call that makes it more loosely."""
+    return cast("Actor", made)
+
+
+def _offline(environment: os._Environ[str]) -> dict[str, str]:
+    """Settings of this process that keep the engines from looking anything up."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS")
+    return {name: environment[name] for name in names if name in environment}

@@ -1,0 +1,110 @@
+"""What a run directory holds, for commands that explain it. Needs no torch, Ray or vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rollsync.pure.config import MasterConfig, dataset_digest
+from rollsync.pure.rollout.audit import Audit, ProcessBegan, StepRecorded, TrainingRecord, audit
+from rollsync.pure.rollout.decisions import SamplerLimits
+from rollsync.pure.rollout.order import prompts_left
+from rollsync.pure.rollout.resume import ResumePlan, ResumePolicy, plan_resume
+from rollsync.pure.rollout.state import RolloutState
+from rollsync.shell.config import read_config
+from rollsync.shell.errors import RollsyncError
+from rollsync.shell.files import read_state
+from rollsync.shell.journal import Resumed, StepTrained, read_journal
+from rollsync.shell.samplers import load_sampler
+from rollsync.shell.store import FoundBundle, SnapshotStore
+
+CONFIG = "config.json"
+"""The configuration that a run was last started with, in its run directory."""
+JOURNAL = "journal.jsonl"
+"""The journal's file in the run directory."""
+
+
+class NothingSaved(RollsyncError):
+    """A run directory from which nothing can be resumed."""
+
+
+class SavedRun(Struct, frozen=True, kw_only=True):
+    """What a resume would start from."""
+
+    config: MasterConfig
+    bundle: FoundBundle
+    state: RolloutState
+    refused: tuple[str, ...]
+    """Newer bundles that were passed over, with the reason."""
+
+    def plan(self) -> ResumePlan:
+        """What a resume would do with each group in flight."""
+        return plan_resume(self.state, resume_policy(self.config, self.state))
+
+
+def write_config(config: MasterConfig) -> None:
+    """Note in the run directory what the run was started with."""
+    directory = Path(config.run.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+
+
+def read_saved(directory: Path) -> SavedRun:
+    """What a resume of the run in `directory`, copied or not, would start from.
+
+    Raises:
+        NothingSaved: nothing was saved there yet.
+        RollsyncError: what is there cannot be used; the message has every reason.
+    """
+    config = read_config(directory / CONFIG)
+    config = replace(config, run=replace(config.run, directory=str(directory)))
+    store = SnapshotStore(directory, config=config, dataset_digest=dataset_digest(config.data))
+    chosen = store.choose()
+    if chosen.bundle is None:
+        raise NothingSaved(
+            f"{directory} holds no save", remedy="name the directory of a run that has saved once"
+        )
+    return SavedRun(
+        config=config,
+        bundle=chosen.bundle,
+        state=read_state(chosen.bundle.path),
+        refused=tuple(f"{each.path}: {each.why}" for each in chosen.refused),
+    )
+
+
+def resume_policy(config: MasterConfig, state: RolloutState) -> ResumePolicy:
+    """The settings that a resume of `state` under `config` depends on."""
+    sampler = load_sampler(config)
+    per_step = config.grpo.num_prompts_per_step
+    left = prompts_left(
+        state.dataloader_state, size=config.data.size, max_epochs=config.data.max_epochs
+    )
+    return ResumePolicy(
+        sampler=sampler,
+        limits=SamplerLimits(
+            num_prompts_per_step=per_step,
+            num_generations_per_prompt=config.grpo.num_generations_per_prompt,
+            granularity=config.recovery.granularity,
+            buffer_capacity=config.buffer_capacity or sampler.required_buffer_capacity(per_step),
+            prompts_left=left > 0,
+            served_weight_version=state.progress.trainer_version,
+        ),
+        load_buffer=config.recovery.load_replay_buffer,
+        max_recoveries=config.recovery.max_recoveries,
+        max_failed_attempts=config.recovery.max_attempts,
+    )
+
+
+def close_account(saved: SavedRun) -> Audit:
+    """Compare the saved state with the journal beside it."""
+    directory = Path(saved.config.run.directory)
+    records: list[TrainingRecord] = []
+    for entry in read_journal(directory / JOURNAL):
+        if isinstance(entry, Resumed):
+            records.append(ProcessBegan(train_steps=entry.train_steps))
+        elif isinstance(entry, StepTrained):
+            records.append(StepRecorded(step=entry.step, prompt_ids=entry.prompt_ids))
+    return audit(saved.state, records, dataset_size=saved.config.data.size)
