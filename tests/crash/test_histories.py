@@ -125,9 +125,9 @@ def test_a_resume_finds_the_last_save_after_any_history() -> None:
 
 @pytest.mark.slow
 def test_a_resume_finds_the_last_save_after_many_histories() -> None:
-    accidents = sum(run_history(seed) for seed in range(1000, 3000))
-    print(f"2000 histories with {accidents} accidents")
-    assert accidents > 5000
+    accidents = sum(run_history(seed) for seed in range(1000, 1800))
+    print(f"800 histories with {accidents} accidents")
+    assert accidents > 3000
 
 
 def test_histories_notice_a_disk_that_does_not_keep_names() -> None:
