@@ -11,7 +11,16 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo import StepMetrics, TrainingRow
+
+
+class GenerationFailed(RollsyncError):
+    """A healthy engine did not complete a request: another attempt may."""
+
+
+class EnginesLost(RollsyncError):
+    """No engine can generate: the run has to stop, and can be resumed."""
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):
@@ -43,7 +52,8 @@ class GenerationClient(Protocol):
         """Sample one completion on any engine.
 
         Raises:
-            RollsyncError: the engine would not (poisoned, outdated), or failed.
+            GenerationFailed: this request failed.
+            RollsyncError: the engine would not (poisoned, outdated), or is gone.
         """
         ...
 

@@ -47,6 +47,7 @@ from rollsync.shell.rollout.clients import (
     Codec,
     GeneratedCompletion,
     GenerationClient,
+    GenerationFailed,
     GenerationRequest,
     Verifier,
 )
@@ -222,7 +223,7 @@ class RolloutPump:
                 return
             try:
                 completion = await self._generate(group_id, index, prompt)
-            except RollsyncError:
+            except GenerationFailed:
                 failed = AttemptFailed(
                     group_id=group_id, sibling_index=index, attempt_index=attempt
                 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 import ray
+from ray.exceptions import RayError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollsync.pure.config import MasterConfig
@@ -22,10 +23,16 @@ from rollsync.shell.config import ConfigError
 from rollsync.shell.grpo.worker import GrpoPolicyWorker, GrpoTrainerClient
 from rollsync.shell.journal import Journal, JournalListener
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
-from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated, RefitError
 from rollsync.shell.refit.generation import SamplingSettings
 from rollsync.shell.refit.worker_group import Actor, GenerationGroup, PolicyGroup
-from rollsync.shell.rollout.clients import GeneratedCompletion, GenerationRequest, SyncFigures
+from rollsync.shell.rollout.clients import (
+    EnginesLost,
+    GeneratedCompletion,
+    GenerationFailed,
+    GenerationRequest,
+    SyncFigures,
+)
 from rollsync.shell.rollout.controller import RolloutController, RunClients, RunOutcome
 from rollsync.shell.rollout.data_plane import InProcessDataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
@@ -77,15 +84,25 @@ class EngineClient:
         self._end_token_id = end_token_id
 
     async def generate(self, request: GenerationRequest) -> GeneratedCompletion:
-        """Sample one completion."""
+        """See `rollsync.shell.rollout.clients.GenerationClient`."""
         sampling = SamplingSettings(
             max_new_tokens=request.max_new_tokens,
             temperature=request.temperature,
             stop_token_ids=(self._end_token_id,),
         )
-        (completion,) = await self._engines.generate(
-            request.prompt_token_ids, sampling, seed=request.seed
-        )
+        try:
+            (completion,) = await self._engines.generate(
+                request.prompt_token_ids, sampling, seed=request.seed
+            )
+        except (EngineNotServing, EngineOutdated):
+            raise
+        except RefitError as error:
+            raise GenerationFailed(f"an engine gave a request up: {error}") from error
+        except RayError as error:
+            raise EnginesLost(
+                f"an engine failed: {str(error).strip().splitlines()[-1]}",
+                remedy="see Ray's logs of the engine; the same command goes on from the last save",
+            ) from error
         return GeneratedCompletion(
             token_ids=completion.token_ids,
             log_probabilities=completion.logprobs,
