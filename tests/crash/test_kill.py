@@ -33,7 +33,7 @@ def run_and_kill(directory: Path, rng: random.Random) -> int:
     return int(lines[-1])
 
 
-def kill_again_and_again(directory: Path, kills: int) -> None:
+def check_kills(directory: Path, kills: int) -> None:
     rng = random.Random(7)
     in_the_middle = 0
     for _ in range(kills):
@@ -54,9 +54,9 @@ def kill_again_and_again(directory: Path, kills: int) -> None:
 
 
 def test_a_killed_process_leaves_what_it_said(tmp_path: Path) -> None:
-    kill_again_and_again(tmp_path / "run", 12)
+    check_kills(tmp_path / "run", 12)
 
 
 @pytest.mark.slow
 def test_a_process_killed_two_hundred_times_leaves_what_it_said(tmp_path: Path) -> None:
-    kill_again_and_again(tmp_path / "run", 200)
+    check_kills(tmp_path / "run", 200)
