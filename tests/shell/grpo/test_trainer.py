@@ -21,7 +21,7 @@ EXAMPLES = [Example(question=f"{a} + {b} =", answer=str(a + b)) for a in range(9
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("model")
-    make_checkpoint(directory, EXAMPLES, WarmUp(steps=2))
+    make_checkpoint(directory, EXAMPLES, WarmUp(until_loss=0.0, max_steps=2))
     return str(directory)
 
 

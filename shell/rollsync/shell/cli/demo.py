@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The demo; 1 if the account does not close."""
     from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     console = Console()
     directory: Path = args.directory or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     return tell(console, directory.absolute(), args.generation)

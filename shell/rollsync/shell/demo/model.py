@@ -6,8 +6,10 @@ format, so that the trainer and vLLM read it like any published model.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from msgspec import Struct
@@ -23,6 +25,8 @@ END = "<|endoftext|>"
 """Ends an answer, and pads."""
 MERGES = 80
 """Merged tokens that the tokenizer learns: enough for the words of a task's question."""
+LOSS_WINDOW = 20
+"""Steps over which the loss is averaged."""
 IGNORED_LABEL = -100
 """The label that torch's cross entropy leaves out."""
 
@@ -37,8 +41,11 @@ class Example(Struct, frozen=True, kw_only=True):
 class WarmUp(Struct, frozen=True, kw_only=True):
     """How much supervised training the model gets before reinforcement learning starts."""
 
-    steps: int = 500
-    batch_size: int = 64
+    until_loss: float
+    """Stop when the mean loss of `LOSS_WINDOW` steps is below this, nats per answer token."""
+    max_steps: int
+    """Stop here at the latest."""
+    batch_size: int = 32
     learning_rate: float = 3e-3
     seed: int = 0
 
@@ -104,21 +111,26 @@ def warm_up(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     how: WarmUp,
-) -> float:
-    """Train `model` on `examples`; returns the last loss in nats per answer token."""
+) -> int:
+    """Train `model` on `examples`; the steps that it took."""
     generator = torch.Generator().manual_seed(how.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.learning_rate, weight_decay=0.0)
-    loss = torch.tensor(float("nan"))
+    losses: deque[float] = deque(maxlen=LOSS_WINDOW)
+    steps = 0
     model.train()
-    for _ in range(how.steps):
+    while steps < how.max_steps:
         chosen = torch.randint(len(examples), (how.batch_size,), generator=generator)
         ids, labels = supervised_batch(tokenizer, [examples[int(i)] for i in chosen])
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        steps += 1
+        losses.append(float(loss.detach()))
+        if len(losses) == LOSS_WINDOW and fmean(losses) < how.until_loss:
+            break
     model.eval()
-    return float(loss.detach())
+    return steps
 
 
 def make_checkpoint(directory: Path, examples: Sequence[Example], how: WarmUp) -> None:

@@ -14,7 +14,7 @@ from rollsync.shell.config import ConfigError, read_config
 from rollsync.shell.demo.model import Example, WarmUp, make_checkpoint
 from rollsync.shell.rollout.prompts import ReasoningGymDataset
 
-WARM_UP = WarmUp(steps=520, batch_size=32)
+WARM_UP = WarmUp(until_loss=0.33, max_steps=1500)
 WARM_UP_SAMPLES = 2000
 WARM_UP_SEED = 99
 """Of the samples that the warm-up sees: others than the run's."""

@@ -14,23 +14,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean
 
 import psutil
 from msgspec import Struct
 
-from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.audit import Audit, describe_audit
 from rollsync.pure.rollout.checkpointing import CheckpointKind
 from rollsync.pure.rollout.explain import explain
+from rollsync.shell.demo.evaluation import PROMPTS, mean_reward
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.grpo.trainer import WEIGHTS
 from rollsync.shell.journal import JournalEntry, Saved, StepClaimed, StepTrained, read_journal
-from rollsync.shell.run.saved import JOURNAL, SavedRun, close_account, read_saved
+from rollsync.shell.run.saved import SavedRun, close_account, read_saved
 
 POLL_S = 0.02
 GONE_TIMEOUT_S = 30.0
-REWARD_STEPS = 5
-"""Steps at either end whose mean reward is shown."""
 
 ROLLOUT_SNAPSHOT = CheckpointKind.ROLLOUT_SNAPSHOT.value
 
@@ -189,25 +187,16 @@ def plan_lines(saved: SavedRun) -> tuple[str, ...]:
     return (f"from {saved.bundle.path}", *explain(saved.plan()))
 
 
-def rewards(config: MasterConfig) -> tuple[float, float]:
-    """Mean reward of the first and of the last steps that the finished run is made of."""
-    of_step: dict[int, float] = {}
-    for entry in read_journal(Path(config.run.directory) / JOURNAL):
-        if isinstance(entry, StepTrained) and entry.mean_reward is not None:
-            of_step[entry.step] = entry.mean_reward
-    in_order = [of_step[step] for step in sorted(of_step)]
-    return fmean(in_order[:REWARD_STEPS]), fmean(in_order[-REWARD_STEPS:])
-
-
 def account_lines(directory: Path) -> tuple[Audit, tuple[str, ...]]:
     """The account of the finished run, from its files."""
     saved = read_saved(directory)
     result = close_account(saved)
-    before, after = rewards(saved.config)
+    before = mean_reward(Path(saved.config.model.path), saved.config)
+    after = mean_reward(saved.bundle.path / WEIGHTS, saved.config)
     return result, (
         *describe_audit(result),
-        f"mean reward                 {before:.3f} in the first {REWARD_STEPS} steps,"
-        f" {after:.3f} in the last {REWARD_STEPS}",
+        f"mean reward                 {before:.3f} before, {after:.3f} after"
+        f" ({PROMPTS} other prompts, the model as made and as last saved)",
     )
 
 

@@ -118,7 +118,7 @@ class RunDisplay:
         if self._live is not None:
             self._live.update(self._table())
         else:
-            self._console.print(self._last, highlight=False)
+            self._console.print(self._last, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
         sync = self._sync

@@ -10,16 +10,13 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import ray
 from ray.exceptions import RayError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollsync.pure.config import MasterConfig
-from rollsync.shell.config import ConfigError
 from rollsync.shell.grpo.worker import GrpoPolicyWorker, GrpoTrainerClient
 from rollsync.shell.journal import Journal, JournalListener
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
@@ -38,37 +35,9 @@ from rollsync.shell.rollout.data_plane import InProcessDataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
 from rollsync.shell.run.saved import JOURNAL, write_config
+from rollsync.shell.run.tokenizer import PolicyTokenizer
 from rollsync.shell.samplers import load_sampler
 from rollsync.shell.store import SnapshotStore
-
-
-class PolicyTokenizer:
-    """The policy's tokenizer, as the rollout pump uses it.
-
-    Args:
-        path: directory of the model.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-        end = self._tokenizer.eos_token_id
-        if not isinstance(end, int):
-            raise ConfigError(
-                f"model.path: the tokenizer in {path} has no end-of-sequence token",
-                remedy="use a model whose tokenizer has one",
-                paths=("model.path",),
-            )
-        self.end_token_id = end
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
 
 
 class EngineClient:

@@ -1,0 +1,113 @@
+"""When the demo kills its run, and what it shows."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from rich.console import Console
+
+from rollsync.shell.cli.demo import tell
+from rollsync.shell.config import ConfigError, read_config
+from rollsync.shell.demo.preparation import prepare
+from rollsync.shell.demo.story import KillMoment, step_to_kill_in
+from rollsync.shell.journal import (
+    JournalEntry,
+    PromptDropped,
+    Resumed,
+    Saved,
+    StepClaimed,
+    StepTrained,
+    WeightsSynced,
+)
+from rollsync.shell.run.display import RunDisplay, line_of
+
+MOMENT = KillMoment(from_step=2, latest_step=4)
+
+
+def claimed(step: int) -> StepClaimed:
+    return StepClaimed(step=step, prompt_ids=("p",))
+
+
+def trained(step: int) -> StepTrained:
+    return StepTrained(
+        step=step, prompt_ids=("p",), mean_reward=0.5, loss=0.25, weight_versions=(step - 2,)
+    )
+
+
+def saved(what: str, step: int) -> Saved:
+    return Saved(what=what, saved=True, reason="completed", train_steps=step, pause_ms=0.5)
+
+
+@pytest.mark.parametrize(
+    ("seen", "step"),
+    [
+        ([claimed(1), saved("rollout_snapshot", 0)], None),
+        ([claimed(1), trained(1), saved("rollout_snapshot", 1)], None),
+        ([claimed(2)], None),
+        ([claimed(2), saved("trainer_checkpoint", 1)], None),
+        ([claimed(2), saved("rollout_snapshot", 1)], 2),
+        ([claimed(3), trained(3), claimed(4)], 4),
+    ],
+)
+def test_the_run_is_killed_inside_a_step_that_has_a_snapshot(
+    seen: list[JournalEntry], step: int | None
+) -> None:
+    assert step_to_kill_in(MOMENT, seen) == step
+
+
+def test_entries_are_shown_in_plain_lines_without_a_terminal() -> None:
+    output = io.StringIO()
+    with RunDisplay(Console(file=output, width=200), title="run") as display:
+        display.show(Resumed(train_steps=0, source=None))
+        display.show(WeightsSynced(weight_version=3, bytes=2_000_000, seconds=0.001))
+        display.show(trained(4))
+        display.show(PromptDropped(prompt_id="e0-p1", reason="stale"))
+    lines = output.getvalue().splitlines()
+    assert lines[0].endswith("a fresh run")
+    assert "weight version 3: 2.00 MB in 1.0 ms, 2.000 GB/s" in lines[1]
+    assert "reward 0.500  loss 0.250  staleness 1" in lines[2]
+    assert lines[3].endswith("prompt e0-p1: stale")
+
+
+def test_a_save_that_failed_says_why() -> None:
+    failed = Saved(
+        what="rollout_snapshot", saved=False, reason="io_error", train_steps=2, pause_ms=0.0
+    )
+    assert "not saved (io_error)" in line_of(failed)
+
+
+def test_the_live_table_shows_steps_and_figures() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=120, force_terminal=True)
+    with RunDisplay(console, title="run") as display:
+        display.show(trained(7))
+        display.show(WeightsSynced(weight_version=7, bytes=1_000_000, seconds=0.01))
+        display.show(saved("rollout_snapshot", 7))
+    shown = output.getvalue()
+    assert "engines serve version 7" in shown
+    assert "1 rollout snapshots" in shown
+
+
+def test_an_existing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exists already"):
+        prepare(tmp_path, "torch")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("generation", ["torch", "vllm"])
+def test_the_demo_is_killed_resumed_and_accounts_for_every_prompt(
+    tmp_path: Path, generation: Literal["torch", "vllm"]
+) -> None:
+    output = io.StringIO()
+    directory = tmp_path / "run"
+    assert tell(Console(file=output, width=200), directory, generation) == 0
+    shown = output.getvalue()
+    prompts = read_config(directory / "config.yaml").data.size
+    assert "inside training step" in shown
+    assert f"prompts handed out          {prompts}" in shown
+    assert f"trained exactly once        {prompts}" in shown
+    assert "the account closes" in shown
