@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
-from transformers import AutoModelForCausalLM
 
 from rollsync.pure.refit.lifecycle import Poisoned, Serving
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
@@ -21,8 +19,9 @@ from rollsync.shell.refit.errors import (
     WeightMismatch,
 )
 from rollsync.shell.refit.generation import Completion, SamplingSettings
-from rollsync.shell.refit.torch_generation import TorchGenerationWorker, sample
+from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
+from tests.shell.refit.reference import SEED, reference_answer
 from tests.shell.refit.spool_engine import SPOOL
 from tests.shell.refit.tiny_models import TinyPolicy, save_model
 
@@ -55,24 +54,13 @@ def ask(
     generation: GenerationGroup, sampling: SamplingSettings = GREEDY, **kwargs: Any
 ) -> list[Completion]:
     async def run() -> list[Completion]:
-        return await generation.generate(PROMPT, sampling, seed=11, **kwargs)
+        return await generation.generate(PROMPT, sampling, seed=SEED, **kwargs)
 
     return asyncio.run(run())
 
 
 def version_of(generation: GenerationGroup) -> int | None:
     return asyncio.run(generation.weight_version())
-
-
-def fresh(folder: str, version: int, sampling: SamplingSettings = GREEDY) -> list[Completion]:
-    """What a model loaded from saved weights answers."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # As the engines do: the order of sums depends on it.
-    try:
-        return sample(model, PROMPT, sampling, 11, version)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def synchronizer(
@@ -102,7 +90,7 @@ def test_engines_answer_as_the_policy_would(actors: Actors, tmp_path: Path) -> N
         assert version_of(generation) == version
         # Both engines, one after the other.
         for sampling in (GREEDY, GREEDY, SAMPLED, SAMPLED):
-            assert ask(generation, sampling) == fresh(saved, version, sampling)
+            assert ask(generation, sampling) == reference_answer(saved, PROMPT, sampling, version)
         with pytest.raises(EngineOutdated):
             ask(generation, weight_version=version + 1)
 
@@ -126,7 +114,11 @@ def test_an_engine_that_joins_late_serves_after_the_next_sync(
         ask(late)
     sync.sync_weights()
     assert version_of(both) == version
-    assert ask(late) == ask(GenerationGroup([actors.early])) == fresh(saved, version)
+    assert (
+        ask(late)
+        == ask(GenerationGroup([actors.early]))
+        == reference_answer(saved, PROMPT, GREEDY, version)
+    )
 
 
 @pytest.mark.parametrize("sent", [0, 5, WEIGHTS - 1])
@@ -153,7 +145,7 @@ def test_a_stream_that_breaks_poisons_the_engine_until_a_whole_one_came(
     ray.get(actors.policy.break_after.remote(None))
     version = ray.get(actors.policy.step.remote(saved))
     sync.sync_weights()
-    assert ask(generation) == fresh(saved, version)
+    assert ask(generation) == reference_answer(saved, PROMPT, GREEDY, version)
 
 
 def test_release_after_refit_leaves_the_engine_serving(actors: Actors) -> None:

@@ -33,9 +33,9 @@ def make_model(
     return Qwen2ForCausalLM(config)
 
 
-def save_model(folder: Path, *, tied: bool = False, seed: int = 0) -> str:
+def save_model(folder: Path, *, tied: bool = False, vocabulary: int = VOCABULARY) -> str:
     """Saves such a model in Hugging Face's layout; answers its path."""
-    make_model(tied=tied, seed=seed).save_pretrained(folder)
+    make_model(tied=tied, vocabulary=vocabulary).save_pretrained(folder)
     return str(folder)
 
 
@@ -46,6 +46,7 @@ class TinyPolicy(PolicyRefitMixin):
         self.model = make_model(tied=tied, vocabulary=vocabulary)
         self.version = 0
         self.fail_after: int | None = None
+        self.intruder: tuple[int, str] | None = None
         self._rank = rank
 
     @property
@@ -59,6 +60,8 @@ class TinyPolicy(PolicyRefitMixin):
         for sent, item in enumerate(checkpoint_weights(self.model)):
             if sent == self.fail_after:
                 raise ArithmeticError(f"the iterator broke at {item[0]}")
+            if self.intruder is not None and sent == self.intruder[0]:
+                yield self.intruder[1], torch.ones(2)
             yield item
 
     def prepare_refit_info(self) -> Mapping[str, TensorSpec]:
@@ -82,3 +85,7 @@ class TinyPolicy(PolicyRefitMixin):
     def break_after(self, tensors: int | None) -> None:
         """Makes the next streams end in an error after so many weights; None makes them whole."""
         self.fail_after = tensors
+
+    def intrude(self, position: int | None, name: str = "") -> None:
+        """Puts a weight that no model has into the next streams; None leaves it out again."""
+        self.intruder = None if position is None else (position, name)

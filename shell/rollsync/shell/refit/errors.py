@@ -39,6 +39,18 @@ class UnsupportedVllm(RefitError):
     """The installed vLLM is not one that rollsync was written for."""
 
 
+class EngineStepFailed(RefitError):
+    """A step of the checkpoint engine's life cycle failed on ranks of a generation engine.
+
+    Args:
+        echo: whether every rank that failed only heard of a failure elsewhere.
+    """
+
+    def __init__(self, message: str, *, echo: bool, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.echo = echo
+
+
 class EngineNotServing(RefitError):
     """An engine refused to generate, because its weights are not those of one whole sync.
 

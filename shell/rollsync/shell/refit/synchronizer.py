@@ -30,7 +30,11 @@ from rollsync.pure.refit import (
     resolve_bucket_bytes,
 )
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost
-from rollsync.shell.refit.errors import RefitConfigurationError, WeightTransferFailed
+from rollsync.shell.refit.errors import (
+    EngineStepFailed,
+    RefitConfigurationError,
+    WeightTransferFailed,
+)
 from rollsync.shell.refit.interfaces import (
     CheckpointEngineConfig,
     RefitGeneration,
@@ -303,7 +307,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             return first
         ended, _ = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
         errors = [error for ref in ended if (error := _error_of(ref)) is not None]
-        causes = [error for error in errors if not isinstance(error, PeerFailed | PeerLost)]
+        causes = [error for error in errors if not _is_echo(error)]
         cause = next(iter(causes), first)
         for error in errors:
             if type(error) is not type(cause):
@@ -328,6 +332,13 @@ def _accepted(result: Result[_T, RefitError]) -> _T:
         error = result.failure()
         raise RefitConfigurationError(describe(error), error=error)
     return result.unwrap()
+
+
+def _is_echo(error: Exception) -> bool:
+    """Whether a worker failed only because it heard that, or saw how, another one did."""
+    if isinstance(error, EngineStepFailed):
+        return error.echo
+    return isinstance(error, PeerFailed | PeerLost)
 
 
 def _error_of(ended: ObjectRef[object]) -> Exception | None:

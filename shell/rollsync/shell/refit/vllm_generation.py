@@ -2,26 +2,21 @@
 
 `VllmGenerationWorker` holds an `AsyncLLM`, `VllmSyncGenerationWorker` an `LLM`. Rules kept here:
 the engine's state is read back from its workers after every step, and not assumed; caches that
-hold what the old weights computed are emptied before the new ones serve.
+hold what the old weights computed are emptied before the new ones serve; and vLLM is imported when
+an engine is started, in its actor, so that a driver needs none.
 """
 
+from __future__ import annotations
+
 import asyncio
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm import LLM, SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs import TokensPrompt
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.engine_ranks import engine_state
 from rollsync.pure.refit.lifecycle import Closed, EngineState, Poisoned, Serving
-from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.generation import (
     Completion,
     SamplingSettings,
@@ -29,8 +24,10 @@ from rollsync.shell.refit.generation import (
     served_version,
 )
 from rollsync.shell.refit.report import WorkerTransfer
-from rollsync.shell.refit.vllm_loader import check_vllm_version
-from rollsync.shell.refit.vllm_worker import WORKER_EXTENSION
+from rollsync.shell.refit.step_answers import values_of
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 UPDATE = "update_weights_from_checkpoint_engine"
 
@@ -45,21 +42,6 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 `env_vars`. Compiling the sampler would take longer there than everything else."""
 
 
-def engine_options(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's options for an engine that rollsync refits.
-
-    Log-probabilities are those of the distribution that is sampled from, and the tokenizer is left
-    out: prompts and completions are token ids.
-    """
-    return {
-        "model": model,
-        "worker_extension_cls": WORKER_EXTENSION,
-        "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": True,
-        **options,
-    }
-
-
 class VllmGenerationWorker:
     """One asynchronous engine, made for `ray.remote`; see `GenerationEngine`.
 
@@ -69,8 +51,8 @@ class VllmGenerationWorker:
     """
 
     def __init__(self, model: str, options: Mapping[str, Any] | None = None) -> None:
-        check_vllm_version()
-        self._args = AsyncEngineArgs(**engine_options(model, options or {}))
+        self._model = model
+        self._options = dict(options or {})
         self._gate = ServingGate()
         self._started: asyncio.Task[AsyncLLM] | None = None
 
@@ -80,8 +62,7 @@ class VllmGenerationWorker:
 
     async def prepare_refit_info(self, refit_info: object) -> None:
         """Takes what the policy will send, if the policy says so in rollsync's way."""
-        llm = await self._engine()
-        await llm.collective_rpc("declare_refit_weights", args=(declared(refit_info),))
+        await self._step(await self._engine(), "declare_refit_weights", (declared(refit_info),))
 
     async def checkpoint_engine_rpc_async(
         self, checkpoint_method: str, method_args: tuple[object, ...] = ()
@@ -89,14 +70,9 @@ class VllmGenerationWorker:
         """Runs one step of the checkpoint engine's life cycle on every rank of the engine."""
         llm = await self._engine()
         if checkpoint_method != UPDATE:
-            answers: object = await llm.collective_rpc(checkpoint_method, args=method_args)
-            self._gate.state = await self._read_state(llm)
-            return answers
+            return await self._step(llm, checkpoint_method, method_args)
         async with self._gate.update():
-            try:
-                transfers = await llm.collective_rpc(checkpoint_method, args=method_args)
-            finally:
-                self._gate.state = await self._read_state(llm)
+            transfers = await self._step(llm, checkpoint_method, method_args)
             self._gate.state = await self._forget_old_weights(llm, self._gate.state)
         return msgspec.convert(transfers, list[WorkerTransfer])
 
@@ -109,12 +85,14 @@ class VllmGenerationWorker:
         weight_version: int | None = None,
     ) -> list[Completion]:
         """Samples completions; see `GenerationEngine`."""
+        from rollsync.shell.refit.vllm_calls import complete, sampling_params
+
         llm = await self._engine()
         async with self._gate.request(weight_version) as version:
             return list(
                 await asyncio.gather(
                     *(
-                        _complete(llm, prompt_token_ids, params, version)
+                        complete(llm, prompt_token_ids, params, version)
                         for params in sampling_params(sampling, seed)
                     )
                 )
@@ -141,7 +119,17 @@ class VllmGenerationWorker:
         return await asyncio.shield(self._started)
 
     async def _start(self) -> AsyncLLM:
-        return AsyncLLM.from_engine_args(self._args)
+        from rollsync.shell.refit.vllm_calls import start_async
+
+        return start_async(self._model, self._options)
+
+    async def _step(self, llm: AsyncLLM, step: str, arguments: tuple[object, ...]) -> list[object]:
+        """Runs a step on every rank, and reads the state that it left them in."""
+        try:
+            answers = await llm.collective_rpc("refit_step", args=(step, arguments))
+        finally:
+            self._gate.state = await self._read_state(llm)
+        return values_of(step, answers)
 
     async def _read_state(self, llm: AsyncLLM) -> EngineState:
         if llm.errored:
@@ -163,22 +151,20 @@ class VllmSyncGenerationWorker:
     """
 
     def __init__(self, model: str, options: Mapping[str, Any] | None = None) -> None:
-        check_vllm_version()
-        self._llm = LLM(**engine_options(model, options or {}))
+        from rollsync.shell.refit.vllm_calls import start_sync
+
+        self._llm = start_sync(model, options or {})
         self._state: EngineState = engine_state(())
 
     def prepare_refit_info(self, refit_info: object) -> None:
         """Takes what the policy will send, if the policy says so in rollsync's way."""
-        self._llm.collective_rpc("declare_refit_weights", args=(declared(refit_info),))
+        self._step("declare_refit_weights", (declared(refit_info),))
 
     def checkpoint_engine_rpc(
         self, checkpoint_method: str, method_args: tuple[object, ...] = ()
     ) -> object:
         """Runs one step of the checkpoint engine's life cycle on every rank of the engine."""
-        try:
-            answers = self._llm.collective_rpc(checkpoint_method, args=method_args)
-        finally:
-            self._state = engine_state(ranks_of(self._llm.collective_rpc("refit_state")))
+        answers = self._step(checkpoint_method, method_args)
         if checkpoint_method != UPDATE:
             return answers
         self._llm.reset_mm_cache()
@@ -195,11 +181,10 @@ class VllmSyncGenerationWorker:
         weight_version: int | None = None,
     ) -> list[Completion]:
         """Samples completions; see `GenerationEngine`."""
+        from rollsync.shell.refit.vllm_calls import complete_all, sampling_params
+
         version = served_version(self._state, weight_version)
-        params = sampling_params(sampling, seed)
-        prompts = [TokensPrompt(prompt_token_ids=list(prompt_token_ids)) for _ in params]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return [completion(output.outputs[0], version) for output in outputs]
+        return complete_all(self._llm, prompt_token_ids, sampling_params(sampling, seed), version)
 
     def weight_version(self) -> int | None:
         """The version that is served now, None when nothing may be generated."""
@@ -208,6 +193,12 @@ class VllmSyncGenerationWorker:
     def refit_state(self) -> EngineState:
         """The engine's life-cycle state."""
         return self._state
+
+    def _step(self, step: str, arguments: tuple[object, ...]) -> list[object]:
+        """Runs a step on every rank, and reads the state that it left them in."""
+        answers = self._llm.collective_rpc("refit_step", args=(step, arguments))
+        self._state = engine_state(ranks_of(self._llm.collective_rpc("refit_state")))
+        return values_of(step, answers)
 
 
 def declared(refit_info: object) -> object:
@@ -230,54 +221,3 @@ def after_reset(state: EngineState, emptied: bool) -> EngineState:
     if isinstance(state, Serving) and not emptied:
         return Poisoned(state.version, "the prefix cache of the old weights could not be emptied")
     return state
-
-
-def sampling_params(sampling: SamplingSettings, seed: int) -> list[SamplingParams]:
-    """vLLM's settings of each completion."""
-    return [
-        SamplingParams(
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=seed + sibling,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        for sibling in range(sampling.n)
-    ]
-
-
-async def _complete(
-    llm: AsyncLLM, prompt_token_ids: Sequence[int], params: SamplingParams, version: int
-) -> Completion:
-    last: RequestOutput | None = None
-    async for output in llm.generate(
-        TokensPrompt(prompt_token_ids=list(prompt_token_ids)), params, request_id=uuid.uuid4().hex
-    ):
-        last = output
-    if last is None:
-        raise RefitError("vLLM ended a request without an answer")
-    return completion(last.outputs[0], version)
-
-
-def completion(output: CompletionOutput, version: int) -> Completion:
-    """vLLM's answer as a `Completion`.
-
-    Raises:
-        RefitError: when vLLM gave the request up, or left log-probabilities out.
-    """
-    if output.finish_reason not in ("stop", "length") or output.logprobs is None:
-        raise RefitError(f"vLLM ended a request with {output.finish_reason!r}")
-    return Completion(
-        token_ids=tuple(output.token_ids),
-        logprobs=tuple(
-            step[token].logprob
-            for token, step in zip(output.token_ids, output.logprobs, strict=True)
-            if step is not None
-        ),
-        finish_reason="stop" if output.finish_reason == "stop" else "length",
-        weight_version=version,
-    )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import vllm
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -101,6 +102,7 @@ class VllmModelUpdate:
             )
         with set_current_vllm_config(self._vllm_config):
             finalize_layerwise_reload(self._model, self._model_config)
+            _process_tied_layers(self._model)
         _synchronize_device()
         self._active = False
 
@@ -135,6 +137,23 @@ class VllmModelUpdate:
                         and value.untyped_storage().data_ptr() in borrowed
                     ):
                         call.arguments[argument] = value.clone()
+
+
+def _process_tied_layers(model: torch.nn.Module) -> None:
+    """Processes layers again that share a weight.
+
+    The reload processes only the layer under whose name the weight came; on a CPU the other one
+    (an output head tied to the embeddings) would go on with its packed copy of the old weight.
+    """
+    holders: dict[int, list[torch.nn.Module]] = {}
+    for layer in model.modules():
+        for parameter in layer.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(layer)
+    for layers in holders.values():
+        for layer in layers if len(layers) > 1 else ():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(layer)
 
 
 def _synchronize_device() -> None:

@@ -1,19 +1,25 @@
 """The receiving half of a refit inside each of vLLM's workers, as its `worker_extension_cls`.
 
 vLLM makes `RefitWorkerExtension` a base of its worker, and `collective_rpc` calls these methods by
-name, as NeMo-RL's generation does too. Rules kept here: no name collides with the worker's own,
-and arguments and answers are plain values, because vLLM's own transport carries nothing else.
+name, as NeMo-RL's generation does too. Rules kept here: no name collides with the worker's own;
+arguments and answers are plain values, because vLLM's own transport carries nothing else; and what
+rollsync calls here answers failures as values, because an exception of one rank leaves the answers
+of the other ranks in vLLM's queues, where the next call takes them for its own.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from rollsync.pure.refit import TensorSpec
+from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost
+from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
 from rollsync.shell.refit.receiving import RefitReceiver
+from rollsync.shell.refit.step_answers import StepAnswer, StepDone, StepFailed
 from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
 
 if TYPE_CHECKING:
@@ -21,6 +27,9 @@ if TYPE_CHECKING:
 
 WORKER_EXTENSION = "rollsync.shell.refit.vllm_worker.RefitWorkerExtension"
 """What to give vLLM as `worker_extension_cls`."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class RefitWorkerExtension:
@@ -65,16 +74,54 @@ class RefitWorkerExtension:
         )
 
     def update_weights_from_checkpoint_engine(self) -> object:
-        """Receives and loads one whole stream; answers a `WorkerTransfer` in plain form."""
-        return msgspec.to_builtins(self._refit().update())
+        """Receives and loads one whole stream.
+
+        Answers:
+            A `WorkerTransfer` in plain form, or False when the update failed; the log and
+            `refit_state` say why.
+        """
+        answer = self._refit_step("update_weights_from_checkpoint_engine", ())
+        return answer.value if isinstance(answer, StepDone) else False
 
     def finalize_checkpoint_engine(self) -> None:
         """Gives back what the engine reserved."""
         self._refit().finalize()
 
+    def refit_step(self, step: str, arguments: Sequence[Any]) -> object:
+        """Runs one of the steps above; answers a `StepAnswer` in plain form, and never raises."""
+        return msgspec.to_builtins(self._refit_step(step, arguments))
+
     def refit_state(self) -> object:
         """This worker's life-cycle state, in plain form."""
         return msgspec.to_builtins(self._refit().state)
+
+    def _refit_step(self, step: str, arguments: Sequence[Any]) -> StepAnswer:
+        steps: dict[str, Callable[..., object]] = {
+            "checkpoint_engine_total_memory_bytes": self.checkpoint_engine_total_memory_bytes,
+            "declare_refit_weights": self.declare_refit_weights,
+            "init_checkpoint_engine": self.init_checkpoint_engine,
+            "prepare_checkpoint_engine": self.prepare_checkpoint_engine,
+            "init_checkpoint_engine_process_group": self.init_checkpoint_engine_process_group,
+            "update_weights_from_checkpoint_engine": self._refit_receive,
+            "finalize_checkpoint_engine": self.finalize_checkpoint_engine,
+        }
+        try:
+            if step not in steps:
+                raise RefitConfigurationError(
+                    f"a generation worker has no step {step!r}",
+                    remedy=f"call one of {', '.join(steps)}",
+                )
+            return StepDone(steps[step](*arguments))
+        except Exception as error:
+            logger.exception("%s failed", step)
+            return StepFailed(
+                rank=torch.distributed.get_rank(),
+                message=f"{type(error).__name__}: {error}",
+                echo=isinstance(error, PeerFailed | PeerLost),
+            )
+
+    def _refit_receive(self) -> object:
+        return msgspec.to_builtins(self._refit().update())
 
     def _refit(self) -> RefitReceiver:
         if self._refit_receiver is None:

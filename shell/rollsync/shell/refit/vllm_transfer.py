@@ -1,0 +1,151 @@
+"""The worker's half of rollsync as vLLM's own weight-transfer backend.
+
+For users who drive vLLM's `init_weight_transfer_engine`, `start_weight_update`, `update_weights`
+and `finish_weight_update`. Rules kept here: one `update_weights` receives one whole stream; what
+an update left unfinished is closed before the next one starts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.receiving import RefitReceiver
+from rollsync.shell.refit.rendezvous import Rendezvous
+from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
+
+
+@dataclass
+class RollsyncInitInfo(WeightTransferInitInfo):
+    """How a worker finds the trainer.
+
+    Attributes:
+        engine: a checkpoint engine's name, or `module:ClassName`.
+        bucket_size_bytes: bytes of one transfer buffer.
+        host: address of the trainer's rendezvous.
+        port: its port.
+        secret: the run's, in hexadecimal.
+        train_world_size: trainer workers.
+        rollout_world_size: workers of all engines together.
+        engine_kwargs: the engine's options.
+        timeout_s: how long the rendezvous may take.
+    """
+
+    engine: str
+    bucket_size_bytes: int
+    host: str
+    port: int
+    secret: str
+    train_world_size: int
+    rollout_world_size: int
+    engine_kwargs: dict[str, object] = field(default_factory=dict)
+    timeout_s: float = 300.0
+
+
+@dataclass
+class RollsyncUpdateInfo(WeightTransferUpdateInfo):
+    """Nothing: a stream says itself what it carries."""
+
+
+class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, RollsyncUpdateInfo]):
+    """Receives weights through a checkpoint engine."""
+
+    init_info_cls = RollsyncInitInfo
+    update_info_cls = RollsyncUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        check_vllm_version()
+        super().__init__(config, vllm_config, device, model)
+        self._update: VllmModelUpdate | None = None
+        self._receiver = RefitReceiver(
+            local_rank=torch.distributed.get_rank(),
+            engine_world_size=torch.distributed.get_world_size(),
+            update=self._opened,
+        )
+
+    def init_transfer_engine(self, init_info: RollsyncInitInfo) -> None:
+        """Meets the trainer and the other workers."""
+        parallel = self.parallel_config
+        rank_prefix = parallel.data_parallel_index * parallel.world_size
+        rendezvous = Rendezvous(
+            init_info.host,
+            init_info.port,
+            bytes.fromhex(init_info.secret),
+            timeout_s=init_info.timeout_s,
+        )
+        self._receiver.init(init_info.engine, init_info.bucket_size_bytes, init_info.engine_kwargs)
+        worker = init_info.train_world_size + rank_prefix + torch.distributed.get_rank()
+        metadata = rendezvous.exchange(
+            worker,
+            init_info.train_world_size + init_info.rollout_world_size,
+            self._receiver.prepare(),
+        )
+        self._receiver.init_process_group(
+            rank_prefix, init_info.train_world_size, init_info.rollout_world_size, metadata
+        )
+
+    def start_weight_update(self) -> None:
+        """Opens the update of the model."""
+        if self._update is not None:
+            self._update.abort()
+        self._update = VllmModelUpdate(self.vllm_config, self.model_config, self.model)
+        self._update.start()
+
+    def receive_weights(self, update_info: RollsyncUpdateInfo) -> None:
+        """Receives one whole stream into the open update."""
+        self._receiver.update()
+
+    def finish_weight_update(self) -> None:
+        """Closes the update."""
+        if self._update is None:
+            raise RefitError("no weight update was started")
+        try:
+            self._update.finish()
+        except BaseException:
+            self._update.abort()
+            raise
+        finally:
+            self._update = None
+
+    def shutdown(self) -> None:
+        """Gives back what the checkpoint engine reserved."""
+        self._receiver.finalize()
+
+    def _opened(self) -> "_OpenUpdate":
+        if self._update is None:
+            raise RefitError("no weight update was started")
+        return _OpenUpdate(self._update)
+
+
+class _OpenUpdate:
+    """An update whose start and finish are vLLM's to call."""
+
+    def __init__(self, update: VllmModelUpdate) -> None:
+        self._update = update
+
+    def start(self) -> None:
+        pass
+
+    def load(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._update.load(batch)
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self._update.abort()

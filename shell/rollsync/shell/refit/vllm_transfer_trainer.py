@@ -1,0 +1,151 @@
+"""The trainer's half of rollsync as vLLM's own weight-transfer backend.
+
+Rule kept here: the engines are told over vLLM's client, the weights move beside it, and an error
+of either side reaches the caller of `send_weights`.
+"""
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+)
+
+from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.rendezvous import Rendezvous
+from rollsync.shell.refit.sending import RefitSender
+
+
+@dataclass
+class RollsyncTrainerInitInfo(TrainerInitInfo):
+    """How a trainer's workers and the engines' meet.
+
+    Attributes:
+        engine: a checkpoint engine's name, or `module:ClassName`.
+        bucket_size_bytes: bytes of one transfer buffer.
+        rollout_world_size: workers of all engines together.
+        train_world_size: trainer workers.
+        engine_kwargs: the engine's options.
+        host: address of trainer rank 0, as all workers reach it.
+        port: its port; 0 chooses one, which only a trainer of one worker can use.
+        secret: the run's, in hexadecimal; empty makes one, likewise.
+        timeout_s: how long the rendezvous may take.
+    """
+
+    backend: ClassVar[str] = "rollsync"
+
+    engine: str
+    bucket_size_bytes: int
+    rollout_world_size: int
+    train_world_size: int = 1
+    engine_kwargs: dict[str, object] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 0
+    secret: str = ""
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.train_world_size > 1 and not (self.port and self.secret):
+            raise RefitConfigurationError(
+                f"{self.train_world_size} trainer workers need a port and a secret to meet",
+                remedy="give all of them the same port and the same secret",
+            )
+        self.secret = self.secret or secrets.token_hex(32)
+
+
+class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTrainerInitInfo]):
+    """Sends a source's weights through a checkpoint engine."""
+
+    init_info_cls = RollsyncTrainerInitInfo
+
+    def __init__(
+        self,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource,
+        sender: RefitSender,
+        is_sender: bool,
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self._weights = source
+        self._sender = sender
+        self._sent = 0
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: RollsyncTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """Meets the engines' workers; called on every trainer worker."""
+        if source is None:
+            raise RefitConfigurationError(
+                "the rollsync backend sends whole policies", remedy="give it a WeightSource"
+            )
+        sender = RefitSender(rank=init_info.rank)
+        rendezvous = Rendezvous(
+            init_info.host,
+            init_info.port,
+            bytes.fromhex(init_info.secret),
+            timeout_s=init_info.timeout_s,
+            keeper=init_info.is_sender,
+        )
+        with ThreadPoolExecutor(1) as beside:
+            told = None
+            if init_info.is_sender:
+                message = _worker_init_info(init_info, rendezvous.port)
+                told = beside.submit(client.init_weight_transfer_engine, message)
+            sender.init(init_info.engine, init_info.bucket_size_bytes, init_info.engine_kwargs)
+            workers = init_info.train_world_size + init_info.rollout_world_size
+            metadata = rendezvous.exchange(init_info.rank, workers, sender.prepare())
+            sender.init_process_group(
+                metadata=metadata,
+                train_world_size=init_info.train_world_size,
+                rollout_world_size=init_info.rollout_world_size,
+            )
+            if told is not None:
+                told.result()
+        return cls(client=client, source=source, sender=sender, is_sender=init_info.is_sender)
+
+    def send_weights(self, weight_version: int | None = None) -> None:
+        """One whole update of all engines; called on every trainer worker.
+
+        Args:
+            weight_version: the trainer version of the weights; None counts the updates.
+        """
+        version = self._sent if weight_version is None else weight_version
+        if not self.is_sender:
+            self._sender.send(iter(self._weights), weight_version=version)
+        else:
+            self.client.start_weight_update()
+            with ThreadPoolExecutor(1) as beside:
+                received = beside.submit(self.client.update_weights, {})
+                self._sender.send(iter(self._weights), weight_version=version)
+                received.result()
+            self.client.finish_weight_update(weight_version=str(version))
+        self._sent = version + 1
+
+    def shutdown(self) -> None:
+        """Gives back what the checkpoint engine reserved."""
+        self._sender.finalize()
+
+
+def _worker_init_info(init_info: RollsyncTrainerInitInfo, port: int) -> dict[str, object]:
+    return {
+        "engine": init_info.engine,
+        "bucket_size_bytes": init_info.bucket_size_bytes,
+        "host": init_info.host,
+        "port": port,
+        "secret": init_info.secret,
+        "train_world_size": init_info.train_world_size,
+        "rollout_world_size": init_info.rollout_world_size,
+        "engine_kwargs": init_info.engine_kwargs,
+        "timeout_s": init_info.timeout_s,
+    }

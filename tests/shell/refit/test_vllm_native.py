@@ -1,0 +1,40 @@
+"""rollsync as vLLM's own weight-transfer backend, driven by vLLM's own calls."""
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.shell.refit.native_backend import NativeTrainer, NativeVllm
+from tests.shell.refit.tiny_models import save_model
+from tests.shell.refit.vllm_engines import (
+    MEBIBYTE,
+    answer_of_a_fresh_engine,
+    saved_step,
+    vllm_actor,
+)
+
+
+def test_vllm_finds_the_backend_by_its_entry_point() -> None:
+    (plugin,) = entry_points(group="vllm.general_plugins", name="rollsync")
+    assert plugin.value == "rollsync.shell.refit.vllm_plugin:register"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("cluster")
+def test_start_update_and_finish_move_the_weights(tmp_path: Path) -> None:
+    engine = vllm_actor(NativeVllm, save_model(tmp_path / "start", tied=True))
+    trainer: Any = ray.remote(NativeTrainer).options(num_cpus=0).remote(tied=True)
+    options = {"engine": "shm", "bucket_size_bytes": MEBIBYTE, "rollout_world_size": 1}
+    ray.get(trainer.connect.remote(engine, options))
+    ray.get(trainer.send.remote())
+    assert ray.get(engine.get_weight_version.remote()) == "0"
+    saved, version = saved_step(trainer, tmp_path)
+    ray.get(trainer.send.remote())
+    assert ray.get(engine.get_weight_version.remote()) == str(version)
+    answer = ray.get(engine.answer.remote(version))
+    assert answer == answer_of_a_fresh_engine(saved, version)
+    ray.kill(engine)

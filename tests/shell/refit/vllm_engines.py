@@ -1,0 +1,101 @@
+"""Real vLLM engines on the processor, in Ray actors, for models that start in seconds."""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
+from rollsync.shell.refit.generation import Completion, SamplingSettings
+from rollsync.shell.refit.host_memory import worker_total_memory_bytes
+from rollsync.shell.refit.vllm_generation import (
+    CPU_ENVIRONMENT,
+    VllmGenerationWorker,
+    VllmSyncGenerationWorker,
+)
+from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
+from tests.shell.refit.conftest import ENVIRONMENT
+
+MEBIBYTE = 1024 * 1024
+PROMPT = [5, 6, 7, 8, 9]
+GREEDY = SamplingSettings(max_new_tokens=12, temperature=0.0)
+OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "gpu_memory_utilization": 0.05,
+    "disable_log_stats": True,
+}
+
+
+def vllm_actor(worker: type, model: str, **options: Any) -> Any:
+    """An actor with an engine."""
+    environment = {**ENVIRONMENT, **CPU_ENVIRONMENT}
+    made: Any = ray.remote(worker).options(num_cpus=0, runtime_env={"env_vars": environment})
+    return made.remote(model, {**OPTIONS, **options})
+
+
+def async_engine(model: str, **options: Any) -> Any:
+    return vllm_actor(VllmGenerationWorker, model, **options)
+
+
+def sync_engine(model: str, **options: Any) -> Any:
+    return vllm_actor(VllmSyncGenerationWorker, model, **options)
+
+
+class FreshVllm:
+    """An engine as vLLM starts it from saved weights, without anything of rollsync's inside."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(
+            model=model,
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            **options,
+        )
+
+    def answer(self, version: int) -> list[Completion]:
+        """What `GREEDY` gives for `PROMPT`."""
+        from rollsync.shell.refit.vllm_calls import complete_all, sampling_params
+
+        return complete_all(self._llm, PROMPT, sampling_params(GREEDY, 11), version)
+
+
+def answer_of_a_fresh_engine(saved: str, version: int) -> list[Completion]:
+    """Starts an engine from saved weights, asks it, and ends it."""
+    engine = vllm_actor(FreshVllm, saved)
+    answer: list[Completion] = ray.get(engine.answer.remote(version))
+    ray.kill(engine)
+    return answer
+
+
+def synchronizer(
+    policy: Any,
+    generation: GenerationGroup,
+    backend: str = "shm",
+    *,
+    bucket_mebibytes: int = 64,
+    ranks: int = 1,
+    **options: Any,
+) -> CheckpointEngineWeightSynchronizer:
+    """Connects through buckets of a size."""
+    smallest_worker_bytes = worker_total_memory_bytes(ranks)
+    return CheckpointEngineWeightSynchronizer(
+        PolicyGroup([policy]),
+        generation,
+        {
+            "backend": backend,
+            "update_weights_bucket_memory_ratio": (bucket_mebibytes + 0.5)
+            * MEBIBYTE
+            / smallest_worker_bytes,
+            "engine_kwargs": {backend: options},
+        },
+    )
+
+
+def saved_step(policy: Any, folder: Path) -> tuple[str, int]:
+    """Moves the policy one step; its weights' folder, and its version."""
+    saved = str(folder / "saved")
+    return saved, ray.get(policy.step.remote(saved))
