@@ -52,6 +52,11 @@ SAMPLES: Final = {
     "challenge": control.ControlMessage(body=control.Challenge(nonce=b"\x80" * 8)),
     "hello": control.ControlMessage(body=HELLO),
     "welcome": control.ControlMessage(body=control.Welcome(proof=b"", needs_memory=True)),
+    "memory": control.ControlMessage(
+        body=control.MemoryOffered(
+            agent=b"\x00\xff", memory="VRAM", device=1, addresses=(2**47 - 1, 0)
+        )
+    ),
     "released": control.ControlMessage(body=control.BucketReleased(bucket=LARGEST)),
     "ended": control.ControlMessage(
         body=control.StreamEnded(buckets=1, tensors=2, payload_bytes=LARGEST, digest="ab")

@@ -2,11 +2,13 @@
 
 One connection carries one stream. The two ends prove to each other that they know the run's
 secret (`Challenge`, `Hello`, `Welcome`), then the sender announces bucket after bucket, each of
-which the receiver releases when it has loaded it; `StreamEnded` says what the whole stream was, and
-`Failed` may come from either end at any time and is the last message.
+which the receiver releases when it needs it no more; `StreamEnded` says what the whole stream was,
+and `Failed` may come from either end at any time and is the last message.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from msgspec import Struct
 
@@ -41,6 +43,18 @@ class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):
     needs_memory: bool
 
 
+class MemoryOffered(Struct, frozen=True, kw_only=True, tag="memory_offered"):
+    """Where the sender's buffers are, for a receiver that reads them by NIXL."""
+
+    agent: bytes
+    """The metadata of the sender's NIXL agent: opaque here, and given to NIXL as it is."""
+    memory: Literal["DRAM", "VRAM"]
+    device: int
+    """Index of the device that has the buffers; 0 for the host's memory."""
+    addresses: tuple[int, ...]
+    """The first byte of each buffer, in the sender's address space."""
+
+
 class Piece(Struct, frozen=True, kw_only=True, gc=False):
     """The part of one tensor that lies in one bucket; see `buckets.Chunk`."""
 
@@ -64,7 +78,7 @@ class BucketFilled(Struct, frozen=True, kw_only=True, tag="bucket_filled"):
 
 
 class BucketReleased(Struct, frozen=True, kw_only=True, tag="bucket_released"):
-    """The receiver has loaded the bucket: its buffer may be filled again."""
+    """The receiver has what was in the bucket: its buffer may be filled again."""
 
     bucket: int
 
@@ -97,6 +111,7 @@ ControlBody = (
     Challenge
     | Hello
     | Welcome
+    | MemoryOffered
     | BucketFilled
     | BucketReleased
     | StreamEnded

@@ -41,6 +41,13 @@ def _body(wire: v1.ControlBody) -> control.ControlBody:
             return _hello(wire)
         case v1.Welcome():
             return control.Welcome(proof=wire.proof, needs_memory=wire.needs_memory)
+        case v1.MemoryOffered():
+            return control.MemoryOffered(
+                agent=wire.agent,
+                memory=wire.memory,
+                device=wire.device,
+                addresses=wire.addresses,
+            )
         case v1.StreamEnded():
             return control.StreamEnded(
                 buckets=wire.buckets,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rollsync.codecs.canonical import Natural, Wire
 
 
@@ -30,6 +32,15 @@ class Welcome(Wire, frozen=True, kw_only=True, tag="welcome"):
 
     proof: bytes
     needs_memory: bool
+
+
+class MemoryOffered(Wire, frozen=True, kw_only=True, tag="memory_offered"):
+    """The sender's buffers, for NIXL."""
+
+    agent: bytes
+    memory: Literal["DRAM", "VRAM"]
+    device: Natural
+    addresses: tuple[Natural, ...]
 
 
 class Piece(Wire, frozen=True, kw_only=True):
@@ -84,6 +95,7 @@ ControlBody = (
     Challenge
     | Hello
     | Welcome
+    | MemoryOffered
     | BucketFilled
     | BucketReleased
     | StreamEnded

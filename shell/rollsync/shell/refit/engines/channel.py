@@ -11,10 +11,13 @@ made from the run's secret and both ends' nonces, so that no frame of another st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
+import select
 import socket
 import struct
+import threading
 from typing import Literal
 
 from returns.pipeline import is_successful
@@ -22,11 +25,19 @@ from returns.pipeline import is_successful
 from rollsync.codecs import describe
 from rollsync.codecs.refit.control import CONTROL_MESSAGE
 from rollsync.pure.refit.control import ControlBody, ControlMessage, Failed
-from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost, PeerRefused, TransferTimeout
+from rollsync.shell.refit.engines.errors import (
+    PeerFailed,
+    PeerLost,
+    PeerRefused,
+    TransferError,
+    TransferTimeout,
+)
 
 Side = Literal["sender", "receiver"]
 
 NONCE_BYTES = 16
+FAREWELL_S = 1.0
+"""How long telling the other end of a failure may take: it may be the one that is stuck."""
 _CODE_BYTES = 16
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
@@ -58,7 +69,7 @@ class ControlChannel:
         self.connection = connection
         self.peer = peer
         self._side = side
-        self._rank = rank
+        self.rank = rank
         self._timeout_s = timeout_s
         self._key = b""
         self._sent = 0
@@ -90,8 +101,26 @@ class ControlChannel:
         except TimeoutError as error:
             raise self._timeout(f"the {other} took no message") from error
         except OSError as error:
-            raise self._lost() from error
+            # What the other end said before it went is worth more than that it went.
+            await self._last_words()
+            raise self.lost() from error
         return message
+
+    async def part(self, failed: Failed) -> None:
+        """Tell the other end of a failure, as far as it listens, and end the connection.
+
+        Closing a socket that has something unread takes back what was sent last, so the rest is
+        read and thrown away, beside whatever this process goes on with.
+        """
+        # The other end may be what failed: then there is nobody to tell.
+        with contextlib.suppress(TransferError, OSError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self.send(failed)
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(self._timeout_s)
+            threading.Thread(target=_drain, args=(self.connection,), daemon=True).start()
+            return
+        self.close()
 
     async def receive(self) -> tuple[ControlBody, bytes]:
         """The next message and its bytes.
@@ -112,7 +141,7 @@ class ControlChannel:
         except TimeoutError as error:
             raise self._timeout(f"{self.peer} said nothing") from error
         except OSError as error:
-            raise self._lost() from error
+            raise self.lost() from error
         other: Side = "receiver" if self._side == "sender" else "sender"
         code = self._code(other, self._received, message)
         if not hmac.compare_digest(code, head[_LENGTH.size :]):
@@ -126,7 +155,7 @@ class ControlChannel:
             at = f", at tensor {body.tensor}" if body.tensor else ""
             raise PeerFailed(
                 f"{self.peer} failed while it {body.stage}{at}: {body.message}",
-                rank=self._rank,
+                rank=self.rank,
                 stage=self.stage,
                 tensor=body.tensor,
             )
@@ -136,9 +165,30 @@ class ControlChannel:
         """The error for a message that has no place here."""
         return self._refused(f"an unexpected message, {type(body).__name__}")
 
+    def has_news(self) -> bool:
+        """Whether a message, or the connection's end, can be received without waiting."""
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable)
+
+    def has_ended(self) -> bool:
+        """Whether the other end has closed the connection, or died."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """End the connection."""
         self.connection.close()
+
+    async def _last_words(self) -> None:
+        """Raise `PeerFailed` if the other end has said why it went."""
+        with contextlib.suppress(PeerLost, PeerRefused):
+            async with asyncio.timeout(FAREWELL_S):
+                while True:
+                    await self.receive()
 
     async def _exactly(self, count: int) -> bytes:
         loop = asyncio.get_running_loop()
@@ -146,7 +196,7 @@ class ControlChannel:
         while count:
             part = await loop.sock_recv(self.connection, min(count, 1 << 20))
             if not part:
-                raise self._lost()
+                raise self.lost()
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
@@ -161,16 +211,17 @@ class ControlChannel:
     def _timeout(self, what: str) -> TransferTimeout:
         return TransferTimeout(
             f"{what} for {self._timeout_s:g} s",
-            rank=self._rank,
+            rank=self.rank,
             stage=self.stage,
             tensor=self.tensor,
             remedy="see the other worker's log; raise refit_timeout_s if it is only slow",
         )
 
-    def _lost(self) -> PeerLost:
+    def lost(self) -> PeerLost:
+        """The error for a connection that ended."""
         return PeerLost(
             f"{self.peer} is gone",
-            rank=self._rank,
+            rank=self.rank,
             stage=self.stage,
             tensor=self.tensor,
             remedy="see that worker's log for why it ended",
@@ -179,8 +230,15 @@ class ControlChannel:
     def _refused(self, why: str) -> PeerRefused:
         return PeerRefused(
             f"{self.peer} sent {why}",
-            rank=self._rank,
+            rank=self.rank,
             stage=self.stage,
             tensor=self.tensor,
             remedy="make sure that both ends are of one run and one version of rollsync",
         )
+
+
+def _drain(connection: socket.socket) -> None:
+    """Read until the other end closes, for as long as a wait may take; then close."""
+    with contextlib.suppress(OSError), connection:
+        while connection.recv(1 << 16):
+            pass

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
-BUILT_IN: Mapping[str, str] = {"shm": "rollsync.shell.refit.engines.shm:ShmCheckpointEngine"}
+BUILT_IN: Mapping[str, str] = {
+    "nixl": "rollsync.shell.refit.engines.nixl:NixlCheckpointEngine",
+    "shm": "rollsync.shell.refit.engines.shm:ShmCheckpointEngine",
+}
 """Loaded when asked for, so that no engine's packages are needed by another's users."""
 
 

@@ -1,21 +1,19 @@
-"""The receiving end of one stream over shared buffers.
+"""The receiving end of one stream.
 
 Rules kept here: nothing is mapped or believed before the sender has proved that it knows the
-secret; a connection that does not is closed, and the next one is waited for; and a bucket is
-released when the consumer asks for the next, which is when it has loaded this one.
+secret; a connection that does not is closed, and the next one is waited for; a bucket that is read
+in place is released when the consumer asks for the next, which is when it has loaded this one; and
+the stream is accepted when all of it is loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import os
 import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, asynccontextmanager
 
 import torch
 import xxhash
@@ -30,48 +28,23 @@ from rollsync.pure.refit.control import (
     StreamEnded,
     Welcome,
 )
+from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch
 from rollsync.shell.refit.engines.batches import ConsumerStop
 from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
 from rollsync.shell.refit.engines.errors import PeerRefused, TransferError, TransferTimeout
-from rollsync.shell.refit.engines.memory import SharedBuffers, bucket_checksum
+from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
+from rollsync.shell.refit.engines.memory import bucket_checksum
 from rollsync.shell.refit.engines.packing import StreamUnpacker
-from rollsync.shell.refit.engines.sending import FAREWELL_S
 from rollsync.shell.refit.errors import RefitConfigurationError
 
 GREETING_TIMEOUT_S = 5.0
 """How long a stranger may take to prove itself before it is turned away."""
-_BACKLOG = 16
-_SECRET_BYTES = 32
-_MOST_BUFFERS = 16
-
-
-@dataclass(frozen=True)
-class Listener:
-    """Where a receiver waits for its sender, and the secret that admits it."""
-
-    socket: socket.socket
-    address: str
-    secret: bytes
-
-    @classmethod
-    def open(cls) -> Listener:
-        """Listen at a new random abstract address."""
-        address = f"rollsync-{secrets.token_hex(16)}"
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listening.setblocking(False)
-        listening.bind(b"\0" + address.encode())
-        listening.listen(_BACKLOG)
-        return cls(listening, address, secrets.token_bytes(_SECRET_BYTES))
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.socket.close()
 
 
 async def receive_stream(
     listener: Listener,
-    mapped: dict[str, SharedBuffers],
+    medium: ReceiverMedium,
     *,
     rollout_rank: int,
     train_world_size: int,
@@ -83,51 +56,110 @@ async def receive_stream(
 
     Args:
         listener: where the sender connects.
-        mapped: buffers by memory id, kept from stream to stream; only the newest stays.
+        medium: how the sender's buffers are read.
         timeout_s: how long one wait may take.
         stop: where the consumer's error is noted when it stops early.
     """
     greeting = _Greeting(
         listener,
-        mapped,
+        medium,
         rollout_rank=rollout_rank,
         train_world_size=train_world_size,
         rollout_world_size=rollout_world_size,
         timeout_s=timeout_s,
     )
-    channel, buffers = await greeting.sender()
+    channel, memory = await greeting.sender()
     async with _telling(channel, rollout_rank, stop):
-        unpacker = StreamUnpacker(buffers.buffer_bytes)
-        digest = xxhash.xxh3_128()
-        buckets = 0
-        while True:
-            channel.stage, channel.tensor = "waited for a bucket", ""
-            body, message = await channel.receive()
-            if isinstance(body, StreamEnded):
-                unpacker.check_complete()
-                received = StreamEnded(
-                    buckets=buckets,
-                    tensors=unpacker.tensors,
-                    payload_bytes=unpacker.payload_bytes,
-                    digest=digest.hexdigest(),
-                )
-                if body != received:
-                    raise _damaged(channel, rollout_rank, f"sent {body}, received {received}")
-                break
-            if not isinstance(body, BucketFilled) or body.bucket != buckets:
-                raise channel.unexpected(body)
-            digest.update(message)
-            buffer = buffers.buffers[body.bucket % len(buffers.buffers)]
-            _check_contents(channel, rollout_rank, body, buffer)
-            channel.stage = "loaded"
-            channel.tensor = body.pieces[0].name if body.pieces else ""
-            whole = unpacker.batch(body.bucket, body.pieces, buffer)
-            if whole:
+        async with aclosing(_Arrivals(channel, memory).batches()) as arriving:
+            async for whole in arriving:
                 yield whole
                 _finish_loads()
-            buckets += 1
-            await channel.send(BucketReleased(bucket=body.bucket))
         await channel.send(StreamAccepted())
+
+
+class _Arrivals:
+    """The buckets of one stream as they come, checked."""
+
+    def __init__(self, channel: ControlChannel, memory: ReceiverMemory) -> None:
+        self._channel = channel
+        self._memory = memory
+        self._unpacker = StreamUnpacker(memory.buffer_bytes)
+        self._digest = xxhash.xxh3_128()
+        self._started = 0
+        self._ahead: BucketFilled | StreamEnded | None = None
+
+    async def batches(self) -> AsyncGenerator[Batch, None]:
+        """The whole tensors of each bucket; a bucket is done with when the next is asked for."""
+        channel = self._channel
+        buckets = 0
+        while True:
+            body = self._ahead if self._ahead is not None else await self._announced()
+            self._ahead = None
+            if isinstance(body, StreamEnded):
+                self._check_end(body, buckets)
+                return
+            channel.stage = "read a bucket"
+            channel.tensor = body.pieces[0].name if body.pieces else ""
+            buffer = await self._memory.fetch(channel, body.bucket, body.filled_bytes)
+            self._check_contents(body, buffer)
+            if not self._memory.in_place:
+                await channel.send(BucketReleased(bucket=body.bucket))
+                if channel.has_news():
+                    # The next bucket travels while this one is loaded.
+                    self._ahead = await self._announced()
+            channel.stage = "loaded"
+            channel.tensor = body.pieces[0].name if body.pieces else ""
+            whole = self._unpacker.batch(body.bucket, body.pieces, buffer)
+            if whole:
+                yield whole
+            buckets += 1
+            if self._memory.in_place:
+                await channel.send(BucketReleased(bucket=body.bucket))
+
+    async def _announced(self) -> BucketFilled | StreamEnded:
+        """The next announcement; of a bucket, its reading has begun."""
+        channel = self._channel
+        channel.stage, channel.tensor = "waited for a bucket", ""
+        body, message = await channel.receive()
+        if isinstance(body, StreamEnded):
+            return body
+        if not isinstance(body, BucketFilled) or body.bucket != self._started:
+            raise channel.unexpected(body)
+        if body.filled_bytes > self._memory.buffer_bytes:
+            raise self._damaged(f"{body.filled_bytes} bytes in one bucket")
+        self._started += 1
+        self._digest.update(message)
+        self._memory.start(channel, body.bucket, body.filled_bytes)
+        return body
+
+    def _check_end(self, ended: StreamEnded, buckets: int) -> None:
+        self._unpacker.check_complete()
+        received = StreamEnded(
+            buckets=buckets,
+            tensors=self._unpacker.tensors,
+            payload_bytes=self._unpacker.payload_bytes,
+            digest=self._digest.hexdigest(),
+        )
+        if ended != received:
+            raise self._damaged(f"sent {ended}, received {received}")
+
+    def _check_contents(self, announced: BucketFilled, buffer: torch.Tensor) -> None:
+        if announced.checksum is None:
+            return
+        found = bucket_checksum(buffer, announced.filled_bytes)
+        if found != announced.checksum:
+            raise self._damaged(
+                f"bucket {announced.bucket} has checksum {found}, sent as {announced.checksum}"
+            )
+
+    def _damaged(self, what: str) -> PeerRefused:
+        return PeerRefused(
+            f"the stream of {self._channel.peer} is damaged: {what}",
+            rank=self._channel.rank,
+            stage=self._channel.stage,
+            tensor=self._channel.tensor,
+            remedy="run the sync again; if it repeats, check the host's memory",
+        )
 
 
 class _Greeting:
@@ -136,7 +168,7 @@ class _Greeting:
     def __init__(
         self,
         listener: Listener,
-        mapped: dict[str, SharedBuffers],
+        medium: ReceiverMedium,
         *,
         rollout_rank: int,
         train_world_size: int,
@@ -144,20 +176,18 @@ class _Greeting:
         timeout_s: float,
     ) -> None:
         self._listener = listener
-        self._mapped = mapped
+        self._medium = medium
         self._rollout_rank = rollout_rank
         self._worlds = (train_world_size, rollout_world_size)
         self._timeout_s = timeout_s
         self._me = f"rollout {rollout_rank}"
 
-    async def sender(self) -> tuple[ControlChannel, SharedBuffers]:
+    async def sender(self) -> tuple[ControlChannel, ReceiverMemory]:
         """The first connection whose sender proves itself, and its buffers."""
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
-                    connection, _ = await loop.sock_accept(self._listener.socket)
-                    connection.setblocking(False)
+                    connection = await self._listener.accept()
                     admitted = await self._admit(connection)
                     if admitted is not None:
                         return admitted
@@ -173,7 +203,7 @@ class _Greeting:
 
     async def _admit(
         self, connection: socket.socket
-    ) -> tuple[ControlChannel, SharedBuffers] | None:
+    ) -> tuple[ControlChannel, ReceiverMemory] | None:
         """Greet one connection; None if it is not of this run's sender, or is dead already."""
         limit_s = min(self._timeout_s, GREETING_TIMEOUT_S)
         channel = self._channel(connection, limit_s)
@@ -200,15 +230,18 @@ class _Greeting:
             await channel.send(failed)
             channel.close()
             raise
-        known = self._mapped.get(hello.memory_id)
+        needs_memory = not self._medium.knows(hello.memory_id)
         await channel.send(
-            Welcome(proof=proof(secret, "receiver", *nonces), needs_memory=known is None)
+            Welcome(proof=proof(secret, "receiver", *nonces), needs_memory=needs_memory)
         )
-        buffers = known if known is not None else await self._map(channel, hello)
         greeted = self._channel(connection, self._timeout_s, policy_rank=hello.policy_rank)
         greeted.authenticate(secret, *nonces)
         greeted.continue_from(channel)
-        return greeted, buffers
+        try:
+            return greeted, await self._medium.take_over(greeted, hello)
+        except BaseException:
+            greeted.close()
+            raise
 
     def _channel(
         self, connection: socket.socket, timeout_s: float, *, policy_rank: int | None = None
@@ -233,28 +266,6 @@ class _Greeting:
                 remedy="give every worker the same metadata, in the same order",
             )
 
-    async def _map(self, channel: ControlChannel, hello: Hello) -> SharedBuffers:
-        """Take the sender's buffers over the connection and map them."""
-        await _readable(channel.connection, min(self._timeout_s, GREETING_TIMEOUT_S))
-        _, descriptors, _, _ = socket.recv_fds(channel.connection, 1, _MOST_BUFFERS)
-        sizes = [os.fstat(each).st_size for each in descriptors]
-        if len(descriptors) != hello.buckets or any(size < hello.bucket_bytes for size in sizes):
-            for each in descriptors:
-                os.close(each)
-            raise PeerRefused(
-                f"policy {hello.policy_rank} announced {hello.buckets} buffers of"
-                f" {hello.bucket_bytes} bytes and handed over {sizes}",
-                rank=self._me,
-                stage="connected",
-                remedy="make sure that both ends run one version of rollsync",
-            )
-        for old in self._mapped.values():
-            old.release()
-        self._mapped.clear()
-        buffers = SharedBuffers(descriptors, hello.bucket_bytes)
-        self._mapped[hello.memory_id] = buffers
-        return buffers
-
 
 @asynccontextmanager
 async def _telling(
@@ -270,57 +281,12 @@ async def _telling(
             tensor=channel.tensor,
             message=stop.describe(error),
         )
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(FAREWELL_S):
-                await channel.send(failed)
+        await channel.part(failed)
         raise
-    finally:
-        channel.close()
-
-
-def _check_contents(
-    channel: ControlChannel, rollout_rank: int, announced: BucketFilled, buffer: torch.Tensor
-) -> None:
-    if announced.filled_bytes > len(buffer):
-        raise _damaged(channel, rollout_rank, f"{announced.filled_bytes} bytes in one bucket")
-    if announced.checksum is None:
-        return
-    found = bucket_checksum(buffer, announced.filled_bytes)
-    if found != announced.checksum:
-        raise _damaged(
-            channel,
-            rollout_rank,
-            f"bucket {announced.bucket} has checksum {found}, sent as {announced.checksum}",
-        )
-
-
-def _damaged(channel: ControlChannel, rollout_rank: int, what: str) -> PeerRefused:
-    return PeerRefused(
-        f"the stream of {channel.peer} is damaged: {what}",
-        rank=f"rollout {rollout_rank}",
-        stage=channel.stage,
-        tensor=channel.tensor,
-        remedy="run the sync again; if it repeats, check the host's memory",
-    )
+    channel.close()
 
 
 def _finish_loads() -> None:
     """Wait for copies from the buffer that a device still has queued."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-async def _readable(connection: socket.socket, timeout_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def is_readable() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(connection, is_readable)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await ready
-    finally:
-        loop.remove_reader(connection)

@@ -1,4 +1,4 @@
-"""The sending end of one stream over shared buffers.
+"""The sending end of one stream.
 
 Rule kept here: whatever ends the stream early is told to every receiver before it is raised.
 """
@@ -6,10 +6,8 @@ Rule kept here: whatever ends the stream early is told to every receiver before 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import secrets
-import socket
 from collections.abc import Sequence
 
 import xxhash
@@ -26,14 +24,13 @@ from rollsync.pure.refit.control import (
     StreamEnded,
     Welcome,
 )
+from rollsync.shell.refit.engines.addresses import connect
 from rollsync.shell.refit.engines.base import Weights
 from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused
-from rollsync.shell.refit.engines.memory import SharedBuffers, bucket_checksum
+from rollsync.shell.refit.engines.media import SenderMemory
+from rollsync.shell.refit.engines.memory import bucket_checksum
 from rollsync.shell.refit.engines.packing import StreamPacker
-
-FAREWELL_S = 1.0
-"""How long telling a receiver of a failure may take: it may be the one that is stuck."""
 
 
 class Receiver(Struct, frozen=True, kw_only=True):
@@ -41,7 +38,7 @@ class Receiver(Struct, frozen=True, kw_only=True):
 
     rank: int
     address: str
-    """Name of its abstract socket, without the leading zero byte."""
+    """Where it listens; see `addresses`."""
     secret: bytes
 
 
@@ -49,25 +46,22 @@ class SendingStream:
     """Sends one stream.
 
     Args:
-        buffers: this worker's own; bucket n lies in buffer `n % len(buffers)`.
-        memory_id: names `buffers`.
+        memory: this worker's buffers; bucket n lies in buffer `n % len(buffers)`.
         timeout_s: how long one wait may take.
         checksum: whether buckets carry one.
     """
 
     def __init__(
         self,
-        buffers: SharedBuffers,
+        memory: SenderMemory,
         *,
-        memory_id: str,
         policy_rank: int,
         train_world_size: int,
         rollout_world_size: int,
         timeout_s: float,
         checksum: bool,
     ) -> None:
-        self._buffers = buffers
-        self._memory_id = memory_id
+        self._memory = memory
         self._policy_rank = policy_rank
         self._train_world_size = train_world_size
         self._rollout_world_size = rollout_world_size
@@ -75,7 +69,7 @@ class SendingStream:
         self._checksum = checksum
         self._channels: list[ControlChannel] = []
         self._released: list[int] = []
-        self._packer = StreamPacker(buffers.buffer_bytes)
+        self._packer = StreamPacker(memory.buffer_bytes)
         self._bucket = 0
         self._filled_bytes = 0
         self._pieces: list[Piece] = []
@@ -97,7 +91,7 @@ class SendingStream:
                         await self._announce()
                         await self._begin_bucket(part.bucket)
                         self._enter("packed", name)
-                    part.copy_into(self._buffers.buffers[part.bucket % len(self._buffers.buffers)])
+                    part.copy_into(self._memory.buffers[part.bucket % len(self._memory.buffers)])
                     self._pieces.append(part.piece)
                     self._filled_bytes = part.piece.offset + part.piece.chunk_bytes
                 self._enter("made the weights")
@@ -105,28 +99,25 @@ class SendingStream:
         except BaseException as error:
             await self._tell(error)
             raise
-        finally:
-            for channel in self._channels:
-                channel.close()
+        for channel in self._channels:
+            channel.close()
 
     async def _connect(self, receiver: Receiver) -> ControlChannel:
-        loop = asyncio.get_running_loop()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.setblocking(False)
         me, peer = f"policy {self._policy_rank}", f"rollout {receiver.rank}"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                connection = await connect(receiver.address)
+        except OSError as error:
+            raise PeerLost(
+                f"{peer} does not listen any more: {error.strerror or error}",
+                rank=me,
+                stage="connected",
+                remedy="see that worker's log for why it ended",
+            ) from error
         channel = ControlChannel(
             connection, side="sender", rank=me, peer=peer, timeout_s=self._timeout_s
         )
         try:
-            try:
-                await loop.sock_connect(connection, b"\0" + receiver.address.encode())
-            except OSError as error:
-                raise PeerLost(
-                    f"{peer} does not listen any more: {error.strerror}",
-                    rank=me,
-                    stage="connected",
-                    remedy="see that worker's log for why it ended",
-                ) from error
             await self._greet(channel, receiver)
         except BaseException:
             channel.close()
@@ -147,9 +138,9 @@ class SendingStream:
                 rollout_rank=receiver.rank,
                 train_world_size=self._train_world_size,
                 rollout_world_size=self._rollout_world_size,
-                bucket_bytes=self._buffers.buffer_bytes,
-                buckets=len(self._buffers.buffers),
-                memory_id=self._memory_id,
+                bucket_bytes=self._memory.buffer_bytes,
+                buckets=len(self._memory.buffers),
+                memory_id=self._memory.memory_id,
             )
         )
         welcome, _ = await channel.receive()
@@ -164,13 +155,12 @@ class SendingStream:
             )
         channel.authenticate(receiver.secret, *nonces)
         if welcome.needs_memory:
-            # One byte to carry them, into an empty socket buffer: this cannot block.
-            socket.send_fds(channel.connection, [b"m"], self._buffers.file_descriptors)
+            await self._memory.hand_over(channel)
 
     async def _announce(self) -> None:
         """Tell every receiver that the current bucket is filled."""
         filled = self._filled_bytes
-        buffer = self._buffers.buffers[self._bucket % len(self._buffers.buffers)]
+        buffer = self._memory.buffers[self._bucket % len(self._memory.buffers)]
         checksum = None
         if self._checksum:
             checksum = bucket_checksum(buffer, filled)
@@ -188,7 +178,7 @@ class SendingStream:
 
     async def _begin_bucket(self, bucket: int) -> None:
         """Wait until every receiver has released the bucket that lay in the next one's buffer."""
-        await self._await_release(bucket - len(self._buffers.buffers))
+        await self._await_release(bucket - len(self._memory.buffers))
         self._bucket = bucket
         self._filled_bytes = 0
         self._pieces = []
@@ -231,10 +221,7 @@ class SendingStream:
             message=f"{type(error).__name__}: {error}",
         )
         for channel in self._channels:
-            # The receiver may be what failed: then there is nobody to tell.
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(FAREWELL_S):
-                    await channel.send(failed)
+            await channel.part(failed)
 
     def _enter(self, stage: str, tensor: str = "") -> None:
         self._stage, self._tensor = stage, tensor

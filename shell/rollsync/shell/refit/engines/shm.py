@@ -1,38 +1,31 @@
 """The `shm` engine: weights between processes of one host, through shared memory.
 
-A policy worker owns two buffers that its rollout workers map. It packs bucket n+1 while bucket n
-is being loaded from where it lies: the only copies are the packing and the loading. Bucket by
-bucket the two ends talk over a local socket; see `rollsync.pure.refit.control` for what they say.
+A policy worker owns two buffers that its rollout workers map, and they load from where the weights
+lie: the only copies are the packing and the loading.
 
-Rules kept here: a connection carries one stream, so that nothing of a failed stream can reach the
-next; a buffer is filled again only when every reader of it has released it; and neither the socket
-nor the memory has a name in a file system, so that a killed job leaves nothing.
+Rule kept here: neither the socket nor the memory has a name in a file system, so that a killed job
+leaves nothing.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping
+from typing import ClassVar
 
-from returns.pipeline import is_successful
-
-from rollsync.pure.refit import PolicyWorker, check_bucket_bytes, describe, plan_routes
-from rollsync.shell.refit.engines.base import Batch, CheckpointEngine, Weights
-from rollsync.shell.refit.engines.batches import ReceivedBatches
-from rollsync.shell.refit.engines.memory import SharedBuffers
-from rollsync.shell.refit.engines.receiving import Listener, receive_stream
-from rollsync.shell.refit.engines.sending import Receiver, SendingStream
+from rollsync.shell.refit.engines.addresses import Listener
+from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
+from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium
+from rollsync.shell.refit.engines.staged import (
+    BUFFERS,
+    DEFAULT_TIMEOUT_S,
+    StagedEngine,
+    host_identity,
+)
 from rollsync.shell.refit.errors import RefitConfigurationError
 
-BUFFERS: Final = 2
-DEFAULT_TIMEOUT_S: Final = 300.0
 
-
-class ShmCheckpointEngine(CheckpointEngine):
+class ShmCheckpointEngine(StagedEngine):
     """Moves weights between processes of one host.
 
     Args:
@@ -41,6 +34,8 @@ class ShmCheckpointEngine(CheckpointEngine):
         checksum: check every bucket with XXH3.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
+
+    backend: ClassVar[str] = "shm"
 
     def __init__(
         self,
@@ -55,175 +50,21 @@ class ShmCheckpointEngine(CheckpointEngine):
                 "the shm engine needs Linux (memfd and abstract sockets)",
                 remedy="use the nixl engine on this system",
             )
-        mistake = check_bucket_bytes(bucket_size)
-        if mistake is not None:
-            raise RefitConfigurationError(describe(mistake), error=mistake)
-        if refit_timeout_s <= 0:
-            raise RefitConfigurationError(
-                f"refit_timeout_s is {refit_timeout_s}", remedy="give a positive number of seconds"
-            )
         del release_after_refit
-        self._bucket_bytes = bucket_size
-        self._timeout_s = float(refit_timeout_s)
-        self._checksum = checksum
-        self._listener: Listener | None = None
-        self._buffers: SharedBuffers | None = None
-        self._memory_id = ""
-        self._mapped: dict[str, SharedBuffers] = {}
-        self._rank = 0
-        self._train_world_size = 0
-        self._rollout_world_size = 0
-        self._receivers: tuple[Receiver, ...] = ()
+        super().__init__(bucket_size, refit_timeout_s=refit_timeout_s, checksum=checksum)
 
-    def prepare(self) -> dict[str, object]:
-        """Listen for the sender. Buffers are reserved when this turns out to be a sender."""
-        if self._listener is None:
-            self._listener = Listener.open()
-        return {
-            "backend": "shm",
-            "host": _host_identity(),
-            "address": self._listener.address,
-            "secret": self._listener.secret.hex(),
-        }
+    def _listen(self) -> Listener:
+        return Listener.on_this_host()
 
-    def init_policy_process_group(
-        self,
-        *,
-        worker_rank: int,
-        train_world_size: int,
-        rollout_world_size: int,
-        metadata: Sequence[object],
-    ) -> None:
-        """Find this worker's rollout workers, and reserve the buffers if there are any."""
-        workers = _checked(metadata, train_world_size, rollout_world_size)
-        self._rank = worker_rank
-        self._train_world_size = train_world_size
-        self._rollout_world_size = rollout_world_size
-        routed = plan_routes(train_world_size, rollout_world_size)
-        if not is_successful(routed):
-            raise RefitConfigurationError(describe(routed.failure()), error=routed.failure())
-        fed = routed.unwrap().receivers_of(PolicyWorker(worker_rank))
-        self._receivers = tuple(_receiver(workers[train_world_size + rank], rank) for rank in fed)
-        if self._receivers and self._buffers is None:
-            self._buffers = SharedBuffers.allocate(BUFFERS, self._bucket_bytes)
-            self._memory_id = secrets.token_hex(16)
-
-    def init_rollout_process_group(
-        self,
-        *,
-        rollout_rank: int,
-        train_world_size: int,
-        rollout_world_size: int,
-        metadata: Sequence[object],
-    ) -> None:
-        """Learn who this worker is, to check the sender's greeting against."""
-        _checked(metadata, train_world_size, rollout_world_size)
-        self._rank = rollout_rank
-        self._train_world_size = train_world_size
-        self._rollout_world_size = rollout_world_size
-
-    async def send_weights(self, weights: Weights) -> None:
-        """Send one stream to every rollout worker that this worker feeds.
-
-        Raises:
-            TransferError: a receiver failed, is gone, or did not answer in time.
-            StreamError: the stream itself cannot be sent.
-        """
-        if not self._receivers:
-            for _ in weights:
-                # Making the weights may be a collective that every rank has to join.
-                pass
-            return
-        if self._buffers is None:
-            raise _not_ready("prepare and init_policy_process_group")
-        stream = SendingStream(
-            self._buffers,
-            memory_id=self._memory_id,
-            policy_rank=self._rank,
-            train_world_size=self._train_world_size,
-            rollout_world_size=self._rollout_world_size,
-            timeout_s=self._timeout_s,
-            checksum=self._checksum,
-        )
-        await stream.send(self._receivers, weights)
-
-    def receive_weight_batches(self) -> AsyncGenerator[Batch, None]:
-        """Receive one stream: tensors as they lie in the sender's buffers.
-
-        Raises:
-            TransferError: the sender failed, is gone, or did not answer in time.
-            StreamError: the stream breaks the packing rules.
-        """
-        listener = self._listener
-        if listener is None:
-            raise _not_ready("prepare and init_rollout_process_group")
-        return ReceivedBatches(
-            lambda stop: receive_stream(
-                listener,
-                self._mapped,
-                rollout_rank=self._rank,
-                train_world_size=self._train_world_size,
-                rollout_world_size=self._rollout_world_size,
-                timeout_s=self._timeout_s,
-                stop=stop,
-            )
-        )
-
-    def finalize(self) -> None:
-        """Stop listening and give back all buffers."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        for mapped in self._mapped.values():
-            mapped.release()
-        self._mapped.clear()
-        if self._buffers is not None:
-            self._buffers.release()
-            self._buffers = None
-        self._receivers = ()
-
-
-def _host_identity() -> str:
-    """What only processes that can share memory have in common."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-
-
-def _checked(
-    metadata: Sequence[object], train_world_size: int, rollout_world_size: int
-) -> list[Mapping[str, object]]:
-    """The workers' metadata, if all of them answered as this engine does."""
-    expected = train_world_size + rollout_world_size
-    if len(metadata) != expected:
-        raise RefitConfigurationError(
-            f"{len(metadata)} workers answered, {expected} are expected"
-            f" ({train_world_size} policy and {rollout_world_size} rollout workers)",
-            remedy="give the world sizes of the workers that run",
-        )
-    workers: list[Mapping[str, object]] = []
-    for index, item in enumerate(metadata):
-        if not isinstance(item, Mapping) or item.get("backend") != "shm":
+    def _check_peer(self, index: int, metadata: Mapping[str, object]) -> None:
+        if metadata.get("host") != host_identity():
             raise RefitConfigurationError(
-                f"worker {index} of the metadata does not run the shm engine",
-                remedy="configure the same checkpoint engine on every worker",
-            )
-        if item.get("host") != _host_identity():
-            raise RefitConfigurationError(
-                f"worker {index} of the metadata is on another host ({item.get('host')})",
+                f"worker {index} of the metadata is on another host ({metadata.get('host')})",
                 remedy="use the nixl engine between hosts",
             )
-        workers.append(item)
-    return workers
 
+    def _reserve(self) -> SenderMemory:
+        return SharedBuffers.allocate(BUFFERS, self._bucket_bytes)
 
-def _receiver(metadata: Mapping[str, object], rank: int) -> Receiver:
-    return Receiver(
-        rank=rank,
-        address=str(metadata["address"]),
-        secret=bytes.fromhex(str(metadata["secret"])),
-    )
-
-
-def _not_ready(missing: str) -> RefitConfigurationError:
-    return RefitConfigurationError("the engine is not connected", remedy=f"call {missing} first")
+    def _reader(self) -> ReceiverMedium:
+        return SharedMedium()

@@ -1,0 +1,114 @@
+"""Where a receiver listens, and how a sender gets there.
+
+Rules kept here: an endpoint is bound to one address, with a port or name that nobody chose before;
+and names lie in no file system, so that a killed job leaves none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import socket
+from dataclasses import dataclass
+
+_BACKLOG = 16
+_SECRET_BYTES = 32
+_LOCAL, _TCP = "local:", "tcp:"
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where a receiver waits for its sender, and the secret that admits it."""
+
+    endpoint: socket.socket
+    address: str
+    secret: bytes
+
+    @classmethod
+    def on_this_host(cls) -> Listener:
+        """Listen at a new random abstract address, for processes of this host."""
+        name = f"rollsync-{secrets.token_hex(16)}"
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(b"\0" + name.encode())
+        return cls._listening(listening, _LOCAL + name)
+
+    @classmethod
+    def on_network(cls, host: str) -> Listener:
+        """Listen at a free port of one address of this host.
+
+        Args:
+            host: an IPv4 or IPv6 address of this host.
+        """
+        version = ipaddress.ip_address(host).version
+        listening = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET)
+        try:
+            listening.bind((host, 0))
+        except BaseException:
+            listening.close()
+            raise
+        port: int = listening.getsockname()[1]
+        return cls._listening(listening, f"{_TCP}{port}:{host}")
+
+    @classmethod
+    def _listening(cls, listening: socket.socket, address: str) -> Listener:
+        listening.setblocking(False)
+        listening.listen(_BACKLOG)
+        return cls(listening, address, secrets.token_bytes(_SECRET_BYTES))
+
+    async def accept(self) -> socket.socket:
+        """The next connection, non-blocking."""
+        connection, _ = await asyncio.get_running_loop().sock_accept(self.endpoint)
+        _prepare(connection)
+        return connection
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.endpoint.close()
+
+
+async def connect(address: str) -> socket.socket:
+    """A non-blocking connection to a listener's address.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    loop = asyncio.get_running_loop()
+    target: bytes | tuple[str, int]
+    if address.startswith(_LOCAL):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        target = b"\0" + address.removeprefix(_LOCAL).encode()
+    else:
+        port, _, host = address.removeprefix(_TCP).partition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        target = (host, int(port))
+    try:
+        _prepare(connection)
+        await loop.sock_connect(connection, target)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def address_of_this_host() -> str:
+    """The address by which other hosts reach this one, of IPv4 if it has one, else of IPv6.
+
+    Asking for a route sends nothing. A host without any route has only its loopback.
+    """
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((elsewhere, 9))
+                found: str = probe.getsockname()[0]
+                return found
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

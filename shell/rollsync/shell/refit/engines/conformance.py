@@ -1,0 +1,164 @@
+"""What every checkpoint engine has to do, as tests that the author of one can run.
+
+    from rollsync.shell.refit.engines.conformance import EngineConformance
+
+    class TestMyEngine(EngineConformance):
+        backend = "my_package.my_module:MyEngine"
+
+Run by pytest, each `test_` method uses real processes: this one is the policy worker, and every
+rollout worker is a process of its own (see `conformance_workers`).
+
+Rule kept here: nothing but the plug-in contract is used, and no `assert`, so that the suite checks
+the same under `python -O`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+from rollsync.shell.refit.engines.base import CheckpointEngine
+from rollsync.shell.refit.engines.conformance_workers import (
+    BUCKET_BYTES,
+    Received,
+    Rollouts,
+    sample_weights,
+    stream_failing_at,
+)
+from rollsync.shell.refit.engines.factory import create_checkpoint_engine
+from rollsync.shell.refit.errors import RefitConfigurationError
+
+SYNCS: Final = 20
+
+
+class EngineConformance:
+    """The suite; a subclass names the engine."""
+
+    backend: ClassVar[str]
+    """A built-in name, or `module:ClassName`."""
+    engine_kwargs: ClassVar[Mapping[str, object]] = {}
+    """The engine's own options."""
+
+    def test_every_kind_of_tensor_arrives_as_it_is(self) -> None:
+        """Strides, dtypes, sizes around a bucket's, no bytes, no dimensions, tied weights."""
+        with self._rollouts(1) as rollouts:
+            rollouts.send(sample_weights().items())
+            self._expect_everything(rollouts)
+
+    def test_twenty_streams_reserve_no_more_than_one(self) -> None:
+        """The memory of both ends after twenty streams is that after the first few."""
+        with self._rollouts(1) as rollouts:
+            reserved: list[int] = []
+            for _ in range(SYNCS):
+                rollouts.send(sample_weights().items())
+                self._expect_everything(rollouts)
+                reserved.append(rollouts.open_files())
+            _expect(reserved[-1] <= reserved[2], f"open files grow from sync to sync: {reserved}")
+
+    def test_an_empty_stream_is_one(self) -> None:
+        """No weights at all are received as such."""
+        with self._rollouts(1) as rollouts:
+            rollouts.send([])
+            (answer,) = rollouts.answers()
+            _expect(answer == Received(names=()), f"an empty stream ended as {answer}")
+
+    def test_a_failing_iterator_fails_both_ends_and_the_next_stream_is_clean(self) -> None:
+        """The sender raises its iterator's error, the receiver raises too, and both go on."""
+        with self._rollouts(1) as rollouts:
+            error = rollouts.send_failing(stream_failing_at("three_buckets"))
+            _expect("three_buckets" in str(error), f"the sender hides its error: {error!r}")
+            (answer,) = rollouts.answers()
+            _expect(answer.error != "", "the receiver took half a stream for a whole one")
+            rollouts.send(sample_weights().items())
+            self._expect_everything(rollouts)
+
+    def test_a_failing_loader_fails_both_ends_and_the_next_stream_is_clean(self) -> None:
+        """The receiver raises its loader's error, the sender raises too, and both go on."""
+        with self._rollouts(1) as rollouts:
+            rollouts.loader_fails_at = "bucket_and_one"
+            rollouts.send_failing(sample_weights().items())
+            (answer,) = rollouts.answers()
+            _expect("LoaderFailed" in answer.error, f"the receiver hides its error: {answer}")
+            rollouts.loader_fails_at = ""
+            rollouts.send(sample_weights().items())
+            self._expect_everything(rollouts)
+
+    def test_a_name_that_comes_twice_is_refused(self) -> None:
+        """Two tensors of one name are an error of the stream."""
+        samples = list(sample_weights().items())
+        with self._rollouts(1) as rollouts:
+            error = rollouts.send_failing([*samples, samples[0]])
+            _expect(samples[0][0] in str(error), f"the error does not name it: {error!r}")
+            (answer,) = rollouts.answers()
+            _expect(answer.error != "", "the receiver took a damaged stream for a whole one")
+
+    def test_a_worker_that_feeds_nobody_drains_its_iterator(self) -> None:
+        """Making the weights may take collectives that every policy worker has to join."""
+        policy = [self._engine(), self._engine()]
+        rollout = self._engine()
+        metadata = [each.prepare() for each in (*policy, rollout)]
+        try:
+            policy[1].init_policy_process_group(
+                worker_rank=1, train_world_size=2, rollout_world_size=1, metadata=metadata
+            )
+            weights = iter(sample_weights().items())
+            asyncio.run(policy[1].send_weights(weights))
+            _expect(next(weights, None) is None, "the iterator was not consumed to its end")
+        finally:
+            for each in (*policy, rollout):
+                each.finalize()
+
+    def test_a_second_life_is_as_good_as_the_first(self) -> None:
+        """After `finalize`, `prepare` and the rest work again; `finalize` twice is harmless."""
+        with self._rollouts(1) as rollouts:
+            for _ in range(2):
+                rollouts.send(sample_weights().items())
+                self._expect_everything(rollouts)
+                rollouts.finalize()
+                rollouts.finalize()
+                rollouts.connect()
+
+    def test_world_sizes_that_do_not_fit_are_refused(self) -> None:
+        """Fewer workers in the metadata than the world sizes say: an error, and no wait."""
+        engine = self._engine()
+        metadata = [engine.prepare()]
+        try:
+            engine.init_policy_process_group(
+                worker_rank=0, train_world_size=1, rollout_world_size=2, metadata=metadata
+            )
+        except RefitConfigurationError:
+            return
+        finally:
+            engine.finalize()
+        raise AssertionError("world sizes of three were taken with one worker's metadata")
+
+    def _engine(self) -> CheckpointEngine:
+        return create_checkpoint_engine(
+            self.backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs=self.engine_kwargs
+        )
+
+    def _rollouts(self, count: int) -> Rollouts:
+        return Rollouts(self.backend, self.engine_kwargs, count)
+
+    def _expect_everything(self, rollouts: Rollouts) -> None:
+        everything = Received(names=tuple(sample_weights()))
+        for rank, answer in enumerate(rollouts.answers()):
+            _expect(answer == everything, f"rollout {rank} did not get what was sent: {answer}")
+
+
+class FanOutConformance(EngineConformance):
+    """The suite for an engine whose policy worker may feed several rollout workers."""
+
+    def test_one_sender_feeds_two_receivers(self) -> None:
+        """Each gets everything, whichever of them is slow."""
+        with self._rollouts(2) as rollouts:
+            for slow in (0, 1):
+                rollouts.slow_rank = slow
+                rollouts.send(sample_weights().items())
+                self._expect_everything(rollouts)
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)

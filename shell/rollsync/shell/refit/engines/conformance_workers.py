@@ -1,0 +1,278 @@
+"""The processes of the conformance suite: rollout workers, each with an engine of its own.
+
+Rule kept here: a worker compares what it gets with what `sample_weights` makes in its own process,
+byte for byte, before it asks for the next batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from rollsync.shell.refit.engines.base import CheckpointEngine
+from rollsync.shell.refit.engines.factory import create_checkpoint_engine
+
+BUCKET_BYTES: Final = 4096
+ANSWER_TIMEOUT_S: Final = 60.0
+SLOW_S: Final = 0.01
+
+# A server that has imported torch once: a worker then starts in milliseconds.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["rollsync.shell.refit.engines.conformance_workers"])
+
+
+def sample_weights() -> dict[str, torch.Tensor]:
+    """One tensor of every kind that a stream may hold, the same in every process."""
+    random = torch.Generator().manual_seed(0)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    def some_bytes(count: int) -> torch.Tensor:
+        return torch.randint(0, 255, (count,), dtype=torch.uint8, generator=random)
+
+    matrix, tied = floats(40, 30), floats(30, 50)
+    weights = {
+        "three_bf16": floats(3).to(torch.bfloat16),
+        "then_fp32": floats(5),
+        "zero_dimensional": torch.tensor(3.5, dtype=torch.float64),
+        "no_bytes": torch.empty(0, 7),
+        "tied.embedding": tied,
+        "transposed": matrix.t(),
+        "strided": matrix[::2, 1::3],
+        "expanded": floats(1, 4).expand(6, 4),
+        "bucket_less_one": some_bytes(BUCKET_BYTES - 1),
+        "bucket": some_bytes(BUCKET_BYTES),
+        "bucket_and_one": some_bytes(BUCKET_BYTES + 1),
+        "three_buckets": floats(3 * BUCKET_BYTES // 4),
+        "three_buckets_transposed": floats(64, 3 * BUCKET_BYTES // 256).t(),
+        "boolean": torch.tensor([True, False, True]),
+        "complex": torch.complex(floats(5), floats(5)),
+        "conjugate": torch.complex(floats(5), floats(5)).conj(),
+        "tied.output": tied,
+    }
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16):
+        weights[str(dtype)] = floats(9).to(dtype)
+    for dtype in (torch.uint16, torch.int8, torch.int64):
+        weights[str(dtype)] = torch.arange(9).to(dtype)
+    return weights
+
+
+class IteratorFailed(Exception):
+    """What a failing iterator of weights raises."""
+
+
+class LoaderFailed(Exception):
+    """What a failing loader raises."""
+
+
+def stream_failing_at(name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The samples up to `name`, and then an error."""
+    for each, tensor in sample_weights().items():
+        if each == name:
+            raise IteratorFailed(f"the trainer lost {name}")
+        yield each, tensor
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a worker says of one stream."""
+
+    names: tuple[str, ...] = ()
+    """Of the tensors that arrived as they were sent, in order."""
+    error: str = ""
+    """What ended the stream early, in words."""
+    error_types: tuple[str, ...] = ()
+    """The class of that error and those it derives from."""
+    open_files: int = -1
+
+
+@dataclass(frozen=True)
+class _Receive:
+    loader_fails_at: str
+    slow: bool
+
+
+@dataclass(frozen=True)
+class _Connect:
+    rank: int
+    rollout_world_size: int
+    metadata: list[object]
+
+
+class Rollouts:
+    """Rollout workers in processes of their own; this process is the one policy worker.
+
+    Args:
+        backend: the engine's name.
+        engine_kwargs: its options.
+        count: how many rollout workers.
+    """
+
+    def __init__(self, backend: str, engine_kwargs: Mapping[str, object], count: int) -> None:
+        self.loader_fails_at = ""
+        self.slow_rank = -1
+        self._open_files = 0
+        self.policy = create_checkpoint_engine(
+            backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs=engine_kwargs
+        )
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for _ in range(count):
+            mine, theirs = _PROCESSES.Pipe()
+            process = _PROCESSES.Process(
+                target=_worker, args=(theirs, backend, dict(engine_kwargs)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self.processes.append(process)
+
+    def __enter__(self) -> Rollouts:
+        self.connect()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.policy.finalize()
+        for pipe, process in zip(self._pipes, self.processes, strict=True):
+            pipe.close()
+            process.join(5)
+            process.kill()
+            process.join()
+
+    def connect(self) -> None:
+        """Prepare every engine, and set the process groups up."""
+        metadata: list[object] = [self.policy.prepare()]
+        metadata += [self._ask(pipe, "prepare") for pipe in self._pipes]
+        self.policy.init_policy_process_group(
+            worker_rank=0,
+            train_world_size=1,
+            rollout_world_size=len(self._pipes),
+            metadata=metadata,
+        )
+        for rank, pipe in enumerate(self._pipes):
+            self._ask(pipe, _Connect(rank, len(self._pipes), metadata))
+
+    def finalize(self) -> None:
+        """Finalize every engine."""
+        self.policy.finalize()
+        for pipe in self._pipes:
+            self._ask(pipe, "finalize")
+
+    def begin(self) -> None:
+        """Let every rollout worker receive one stream."""
+        for rank, pipe in enumerate(self._pipes):
+            pipe.send(_Receive(self.loader_fails_at, rank == self.slow_rank))
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send one stream to workers that receive it."""
+        self.begin()
+        asyncio.run(self.policy.send_weights(weights))
+
+    def send_failing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Exception:
+        """Send one stream that fails; the error."""
+        try:
+            self.send(weights)
+        except Exception as error:
+            return error
+        raise AssertionError("the sender took a failed stream for a whole one")
+
+    def answers(self) -> list[Received]:
+        """What every worker says of the stream."""
+        found: list[Received] = []
+        self._open_files = len(os.listdir("/proc/self/fd"))
+        for pipe in self._pipes:
+            answer = self._answer(pipe)
+            if not isinstance(answer, Received):
+                raise AssertionError(f"a worker answered {answer}")
+            self._open_files += answer.open_files
+            found.append(Received(answer.names, answer.error, answer.error_types))
+        return found
+
+    def open_files(self) -> int:
+        """Open files of all processes after the last stream."""
+        return self._open_files
+
+    def _ask(self, pipe: Connection, command: object) -> object:
+        pipe.send(command)
+        return self._answer(pipe)
+
+    def _answer(self, pipe: Connection) -> object:
+        if not pipe.poll(ANSWER_TIMEOUT_S):
+            raise AssertionError(f"a rollout worker did not answer for {ANSWER_TIMEOUT_S:g} s")
+        answer: object = pipe.recv()
+        return answer
+
+
+def _worker(pipe: Connection, backend: str, engine_kwargs: Mapping[str, object]) -> None:
+    engine = create_checkpoint_engine(
+        backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs=engine_kwargs
+    )
+    while True:
+        try:
+            command = pipe.recv()
+        except EOFError:
+            break
+        if command == "prepare":
+            pipe.send(engine.prepare())
+        elif command == "finalize":
+            engine.finalize()
+            pipe.send(None)
+        elif isinstance(command, _Connect):
+            engine.init_rollout_process_group(
+                rollout_rank=command.rank,
+                train_world_size=1,
+                rollout_world_size=command.rollout_world_size,
+                metadata=command.metadata,
+            )
+            pipe.send(None)
+        elif isinstance(command, _Receive):
+            pipe.send(asyncio.run(_receive(engine, command)))
+    engine.finalize()
+
+
+async def _receive(engine: CheckpointEngine, command: _Receive) -> Received:
+    expected = sample_weights()
+    names: list[str] = []
+    try:
+        async with aclosing(engine.receive_weight_batches()) as batches:
+            async for batch in batches:
+                if command.slow:
+                    time.sleep(SLOW_S)
+                for name, tensor in batch:
+                    if name == command.loader_fails_at:
+                        raise LoaderFailed(f"no room for {name}")
+                    if not _same(expected[name], tensor):
+                        return Received(tuple(names), error=f"{name} arrived as {tensor}")
+                    names.append(name)
+    except Exception as error:
+        types = tuple(each.__name__ for each in type(error).__mro__)
+        return Received(tuple(names), f"{type(error).__name__}: {error}", types, _open_files())
+    return Received(tuple(names), open_files=_open_files())
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _same(sent: torch.Tensor, received: torch.Tensor) -> bool:
+    """Whether both have the same dtype, shape and bytes."""
+    if sent.dtype != received.dtype or sent.shape != received.shape:
+        return False
+    one = sent.resolve_conj().contiguous().view(-1).view(torch.uint8)
+    return torch.equal(one, received.contiguous().view(-1).view(torch.uint8))

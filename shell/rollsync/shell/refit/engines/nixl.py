@@ -1,0 +1,93 @@
+"""The `nixl` engine: weights over NIXL, between hosts or within one.
+
+NIXL moves over UCX what UCX finds a way for: RDMA, shared memory, TCP; from and to the host's
+memory or a device's. The PyPI package runs on a machine without a device too. A receiver reads a
+bucket from the sender's registered buffer into its own, and loads from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
+from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
+from rollsync.shell.refit.engines.nixl_agent import NixlAgent
+from rollsync.shell.refit.engines.nixl_memory import NixlMedium, RegisteredBuffers
+from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
+
+
+class NixlCheckpointEngine(StagedEngine):
+    """Moves weights over NIXL.
+
+    Args:
+        bucket_size: bytes of one buffer, a multiple of 256.
+        device: the torch device that has the buffers.
+        backend_name: NIXL's transport.
+        backend_init_params: the transport's options; values become strings.
+        bind_address: the address of this host at which a receiver listens; by default that by
+            which other hosts reach it.
+        preinit: start the agent now and not in `prepare`, as that takes about a second.
+        refit_timeout_s: how long one wait for the other end may take.
+        checksum: check every bucket with XXH3. A bucket in a device's memory is copied to the host
+            for that.
+        release_after_refit: read by the synchronizer, which then finalizes after each sync.
+    """
+
+    backend: ClassVar[str] = "nixl"
+
+    def __init__(
+        self,
+        bucket_size: int,
+        *,
+        device: str = "cpu",
+        backend_name: str = "UCX",
+        backend_init_params: Mapping[str, object] | None = None,
+        bind_address: str | None = None,
+        preinit: bool = False,
+        refit_timeout_s: float = DEFAULT_TIMEOUT_S,
+        checksum: bool = True,
+        release_after_refit: bool = False,
+    ) -> None:
+        del release_after_refit
+        super().__init__(bucket_size, refit_timeout_s=refit_timeout_s, checksum=checksum)
+        self._device = torch.device(device)
+        self._backend_name = backend_name
+        self._backend_params = {
+            name: str(value) for name, value in (backend_init_params or {}).items()
+        }
+        self._bind_address = bind_address
+        self._agent: NixlAgent | None = None
+        if preinit:
+            self._started_agent()
+
+    def prepare(self) -> dict[str, object]:
+        """Start the agent and listen for the sender."""
+        self._started_agent()
+        return super().prepare()
+
+    def finalize(self) -> None:
+        """Stop listening, give back all buffers, end the agent."""
+        super().finalize()
+        self._agent = None
+
+    def _started_agent(self) -> NixlAgent:
+        if self._agent is None:
+            self._agent = NixlAgent(self._backend_name, self._backend_params)
+        return self._agent
+
+    def _listen(self) -> Listener:
+        return Listener.on_network(self._bind_address or address_of_this_host())
+
+    def _check_peer(self, index: int, metadata: Mapping[str, object]) -> None:
+        """NIXL reaches every host."""
+
+    def _reserve(self) -> SenderMemory:
+        return RegisteredBuffers(self._started_agent(), BUFFERS, self._bucket_bytes, self._device)
+
+    def _reader(self) -> ReceiverMedium:
+        agent = self._started_agent()
+        buffers = RegisteredBuffers(agent, BUFFERS, self._bucket_bytes, self._device)
+        return NixlMedium(agent, buffers, self._timeout_s)

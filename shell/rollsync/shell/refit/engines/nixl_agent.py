@@ -1,0 +1,196 @@
+"""NIXL as this package uses it: one agent per worker, its registered buffers, and reads.
+
+Rules kept here: NIXL's Python package is loaded only here and only when asked for; what it raises
+leaves as an error of this package; and registered memory is deregistered before it is freed, also
+when only some of it could be registered.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+from rollsync.shell.refit.errors import RefitConfigurationError, RefitError
+
+if TYPE_CHECKING:
+    from nixl_cu12._api import Registered, TransferHandle, nixl_agent, nixl_agent_config
+
+MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+"""Where the package's API may be: the PyPI packages differ by CUDA version."""
+
+MemoryKind = Literal["DRAM", "VRAM"]
+
+
+class NixlError(RefitError):
+    """NIXL could not do what it was asked for."""
+
+
+class RegistrationError(RefitError):
+    """A transfer buffer could not be registered with NIXL; none stays registered."""
+
+
+class NixlAgent:
+    """One worker's agent.
+
+    Args:
+        backend_name: NIXL's transport, `UCX`.
+        backend_params: the transport's own options.
+    """
+
+    def __init__(self, backend_name: str, backend_params: Mapping[str, str]) -> None:
+        api = _api()
+        self._backend_name = backend_name
+        # The thread answers a reader while this process computes: not every transport of UCX
+        # reads without the other end's help.
+        configuration = api.nixl_agent_config(enable_prog_thread=True, backends=[])
+        try:
+            self._agent: nixl_agent = api.nixl_agent(
+                f"rollsync-{secrets.token_hex(8)}", configuration
+            )
+            self._agent.create_backend(backend_name, dict(backend_params))
+        except Exception as error:
+            raise RefitConfigurationError(
+                f"NIXL cannot start its backend {backend_name!r}: {error}",
+                remedy="correct engine_kwargs.nixl.backend_name or backend_init_params",
+            ) from error
+
+    @property
+    def metadata(self) -> bytes:
+        """What another agent needs to read this one's registered memory."""
+        return self._agent.get_agent_metadata()
+
+    def register(self, buffers: Sequence[torch.Tensor]) -> list[Registered]:
+        """Register all buffers, or none.
+
+        Raises:
+            RegistrationError: one of them cannot be.
+        """
+        done: list[Registered] = []
+        for index, buffer in enumerate(buffers):
+            kind, device = memory_of(buffer)
+            try:
+                done.append(
+                    self._agent.register_memory(
+                        [(buffer.data_ptr(), buffer.nbytes, device, "")],
+                        mem_type=kind,
+                        backends=[self._backend_name],
+                    )
+                )
+            except Exception as error:
+                self.deregister(done)
+                raise RegistrationError(
+                    f"transfer buffer {index + 1} of {len(buffers)} ({buffer.nbytes} bytes) cannot"
+                    f" be registered with NIXL: {error}",
+                    remedy="lower update_weights_bucket_memory_ratio, or raise the locked-memory"
+                    " limit (ulimit -l)",
+                ) from error
+        return done
+
+    def deregister(self, registered: Sequence[Registered]) -> None:
+        """Undo `register`."""
+        for each in registered:
+            self._agent.deregister_memory(each)
+
+    def meet(self, metadata: bytes) -> str:
+        """Learn of another agent; its name."""
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise NixlError(f"NIXL does not take the sender's metadata: {error}") from error
+        return name.decode() if isinstance(name, bytes) else name
+
+    def forget(self, peer: str) -> None:
+        """Forget another agent, which may be dead."""
+        try:
+            self._agent.remove_remote_agent(peer)
+        except Exception as error:
+            raise NixlError(f"NIXL cannot forget {peer}: {error}") from error
+
+    def read(self, peer: str, source: tuple[int, int, MemoryKind], target: torch.Tensor) -> Read:
+        """Begin to read into `target`.
+
+        Args:
+            source: address, device index and kind of the peer's memory.
+            target: a part of a registered buffer, as many bytes as are read.
+        """
+        address, device, kind = source
+        target_kind, target_device = memory_of(target)
+        try:
+            handle = self._agent.initialize_xfer(
+                "READ",
+                self._agent.get_xfer_descs(
+                    [(target.data_ptr(), target.nbytes, target_device)], mem_type=target_kind
+                ),
+                self._agent.get_xfer_descs([(address, target.nbytes, device)], mem_type=kind),
+                peer,
+                b"",
+                [self._backend_name],
+            )
+            state = self._agent.transfer(handle)
+        except Exception as error:
+            raise NixlError(f"NIXL cannot read from {peer}: {error}") from error
+        return Read(self._agent, handle, state, target)
+
+
+class Read:
+    """A read that was begun."""
+
+    def __init__(
+        self, agent: nixl_agent, handle: TransferHandle, state: str, target: torch.Tensor
+    ) -> None:
+        self._agent = agent
+        self._handle = handle
+        self._state = state
+        self.target = target
+
+    def is_done(self) -> bool:
+        """Whether all bytes have arrived.
+
+        Raises:
+            NixlError: they will not.
+        """
+        try:
+            if self._state == "PROC":
+                self._state = self._agent.check_xfer_state(self._handle)
+        except Exception as error:
+            raise NixlError(f"the read failed: {error}") from error
+        if self._state == "ERR":
+            raise NixlError("the read failed")
+        return self._state == "DONE"
+
+    def release(self) -> None:
+        """End the read, also one that is under way."""
+        self._agent.release_xfer_handle(self._handle)
+
+
+def memory_of(buffer: torch.Tensor) -> tuple[MemoryKind, int]:
+    """What NIXL calls the memory that a tensor is in, and the index of its device."""
+    if buffer.is_cuda:
+        return "VRAM", buffer.get_device()
+    return "DRAM", 0
+
+
+class _Api(Protocol):
+    """The part of NIXL's API module that is used here."""
+
+    @property
+    def nixl_agent(self) -> type[nixl_agent]: ...
+    @property
+    def nixl_agent_config(self) -> type[nixl_agent_config]: ...
+
+
+def _api() -> _Api:
+    for name in MODULES:
+        try:
+            found: _Api = importlib.import_module(f"{name}._api")
+        except ImportError:
+            continue
+        return found
+    raise RefitConfigurationError(
+        "the nixl engine needs NIXL's Python package, which is not installed",
+        remedy="pip install nixl (or nixl-cu12 on a machine without CUDA), or use the shm engine",
+    )

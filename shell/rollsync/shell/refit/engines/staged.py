@@ -1,0 +1,227 @@
+"""What the built-in engines have in common: streams through two buffers of the sender.
+
+An engine adds where it listens, what memory a sender packs into, and how a receiver reads it. A
+policy worker packs bucket n+1 while bucket n is read and bucket n-1 is loaded. Bucket by bucket the
+two ends talk over a connection of their own; see `rollsync.pure.refit.control` for what they say.
+
+Rules kept here: a connection carries one stream, so that nothing of a failed stream can reach the
+next; a buffer is filled again only when every reader of it has released it; and what `prepare` and
+the process groups reserve, `finalize` gives back, however far they came.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import ClassVar, Final
+
+from returns.pipeline import is_successful
+
+from rollsync.pure.refit import PolicyWorker, check_bucket_bytes, describe, plan_routes
+from rollsync.shell.refit.engines.addresses import Listener
+from rollsync.shell.refit.engines.base import Batch, CheckpointEngine, Weights
+from rollsync.shell.refit.engines.batches import ReceivedBatches
+from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
+from rollsync.shell.refit.engines.receiving import receive_stream
+from rollsync.shell.refit.engines.sending import Receiver, SendingStream
+from rollsync.shell.refit.errors import RefitConfigurationError
+
+BUFFERS: Final = 2
+DEFAULT_TIMEOUT_S: Final = 300.0
+
+
+class StagedEngine(CheckpointEngine):
+    """The part of a built-in engine that does not depend on the memory in between.
+
+    Args:
+        bucket_size: bytes of one buffer, a multiple of 256.
+        refit_timeout_s: how long one wait for the other end may take.
+        checksum: check every bucket with XXH3.
+    """
+
+    backend: ClassVar[str]
+
+    def __init__(self, bucket_size: int, *, refit_timeout_s: float, checksum: bool) -> None:
+        mistake = check_bucket_bytes(bucket_size)
+        if mistake is not None:
+            raise RefitConfigurationError(describe(mistake), error=mistake)
+        if refit_timeout_s <= 0:
+            raise RefitConfigurationError(
+                f"refit_timeout_s is {refit_timeout_s}", remedy="give a positive number of seconds"
+            )
+        self._bucket_bytes = bucket_size
+        self._timeout_s = float(refit_timeout_s)
+        self._checksum = checksum
+        self._listener: Listener | None = None
+        self._memory: SenderMemory | None = None
+        self._medium: ReceiverMedium | None = None
+        self._rank = 0
+        self._train_world_size = 0
+        self._rollout_world_size = 0
+        self._receivers: tuple[Receiver, ...] = ()
+
+    @abstractmethod
+    def _listen(self) -> Listener:
+        """Listen for a sender."""
+
+    @abstractmethod
+    def _check_peer(self, index: int, metadata: Mapping[str, object]) -> None:
+        """Raise `RefitConfigurationError` if this engine cannot reach that worker."""
+
+    @abstractmethod
+    def _reserve(self) -> SenderMemory:
+        """Reserve the buffers of a sender."""
+
+    @abstractmethod
+    def _reader(self) -> ReceiverMedium:
+        """Reserve what a receiver needs to read a sender's buffers."""
+
+    def prepare(self) -> dict[str, object]:
+        """Listen for the sender. Buffers are reserved when this turns out to be a sender."""
+        if self._listener is None:
+            self._listener = self._listen()
+        return {
+            "backend": self.backend,
+            "host": host_identity(),
+            "address": self._listener.address,
+            "secret": self._listener.secret.hex(),
+        }
+
+    def init_policy_process_group(
+        self,
+        *,
+        worker_rank: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: Sequence[object],
+    ) -> None:
+        """Find this worker's rollout workers, and reserve the buffers if there are any."""
+        workers = self._checked(metadata, train_world_size, rollout_world_size)
+        self._rank = worker_rank
+        self._train_world_size = train_world_size
+        self._rollout_world_size = rollout_world_size
+        routed = plan_routes(train_world_size, rollout_world_size)
+        if not is_successful(routed):
+            raise RefitConfigurationError(describe(routed.failure()), error=routed.failure())
+        fed = routed.unwrap().receivers_of(PolicyWorker(worker_rank))
+        self._receivers = tuple(_receiver(workers[train_world_size + rank], rank) for rank in fed)
+        if self._receivers and self._memory is None:
+            self._memory = self._reserve()
+
+    def init_rollout_process_group(
+        self,
+        *,
+        rollout_rank: int,
+        train_world_size: int,
+        rollout_world_size: int,
+        metadata: Sequence[object],
+    ) -> None:
+        """Learn who this worker is, to check the sender's greeting against; get ready to read."""
+        self._checked(metadata, train_world_size, rollout_world_size)
+        self._rank = rollout_rank
+        self._train_world_size = train_world_size
+        self._rollout_world_size = rollout_world_size
+        if self._medium is None:
+            self._medium = self._reader()
+
+    async def send_weights(self, weights: Weights) -> None:
+        """Send one stream to every rollout worker that this worker feeds.
+
+        Raises:
+            TransferError: a receiver failed, is gone, or did not answer in time.
+            StreamError: the stream itself cannot be sent.
+        """
+        if not self._receivers:
+            for _ in weights:
+                # Making the weights may be a collective that every rank has to join.
+                pass
+            return
+        if self._memory is None:
+            raise _not_ready("prepare and init_policy_process_group")
+        stream = SendingStream(
+            self._memory,
+            policy_rank=self._rank,
+            train_world_size=self._train_world_size,
+            rollout_world_size=self._rollout_world_size,
+            timeout_s=self._timeout_s,
+            checksum=self._checksum,
+        )
+        await stream.send(self._receivers, weights)
+
+    def receive_weight_batches(self) -> AsyncGenerator[Batch, None]:
+        """Receive one stream: each batch is valid until the next is asked for.
+
+        Raises:
+            TransferError: the sender failed, is gone, or did not answer in time.
+            StreamError: the stream breaks the packing rules.
+        """
+        listener, medium = self._listener, self._medium
+        if listener is None or medium is None:
+            raise _not_ready("prepare and init_rollout_process_group")
+        return ReceivedBatches(
+            lambda stop: receive_stream(
+                listener,
+                medium,
+                rollout_rank=self._rank,
+                train_world_size=self._train_world_size,
+                rollout_world_size=self._rollout_world_size,
+                timeout_s=self._timeout_s,
+                stop=stop,
+            )
+        )
+
+    def finalize(self) -> None:
+        """Stop listening and give back all buffers."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._medium is not None:
+            self._medium.release()
+            self._medium = None
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
+        self._receivers = ()
+
+    def _checked(
+        self, metadata: Sequence[object], train_world_size: int, rollout_world_size: int
+    ) -> list[Mapping[str, object]]:
+        """The workers' metadata, if all of them answered as this engine does."""
+        expected = train_world_size + rollout_world_size
+        if len(metadata) != expected:
+            raise RefitConfigurationError(
+                f"{len(metadata)} workers answered, {expected} are expected"
+                f" ({train_world_size} policy and {rollout_world_size} rollout workers)",
+                remedy="give the world sizes of the workers that run",
+            )
+        workers: list[Mapping[str, object]] = []
+        for index, item in enumerate(metadata):
+            if not isinstance(item, Mapping) or item.get("backend") != self.backend:
+                raise RefitConfigurationError(
+                    f"worker {index} of the metadata does not run the {self.backend} engine",
+                    remedy="configure the same checkpoint engine on every worker",
+                )
+            self._check_peer(index, item)
+            workers.append(item)
+        return workers
+
+
+def host_identity() -> str:
+    """What only processes that can share memory have in common."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _receiver(metadata: Mapping[str, object], rank: int) -> Receiver:
+    return Receiver(
+        rank=rank,
+        address=str(metadata["address"]),
+        secret=bytes.fromhex(str(metadata["secret"])),
+    )
+
+
+def _not_ready(missing: str) -> RefitConfigurationError:
+    return RefitConfigurationError("the engine is not connected", remedy=f"call {missing} first")

@@ -1,0 +1,196 @@
+"""What the built-in engines say when something fails, and who gets in."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import struct
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rollsync.shell.refit.engines import CheckpointEngine
+from rollsync.shell.refit.engines.addresses import connect
+from rollsync.shell.refit.engines.conformance_workers import (
+    LoaderFailed,
+    Rollouts,
+    sample_weights,
+    stream_failing_at,
+)
+from rollsync.shell.refit.engines.errors import PeerFailed, TransferError
+from rollsync.shell.refit.engines.memory import BufferAllocationError, SharedBuffers
+from rollsync.shell.refit.engines.nixl_agent import NixlAgent, RegistrationError
+from rollsync.shell.refit.errors import RefitConfigurationError
+from tests.shell.refit.engines.peers import NEVER, Peer, engine_of, receive_all
+
+BACKENDS = ["shm", "nixl"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def test_the_sender_raises_what_the_loader_died_of(backend: str) -> None:
+    with Rollouts(backend, {}, 1) as rollouts:
+        rollouts.loader_fails_at = "bucket_and_one"
+        with pytest.raises(PeerFailed, match="LoaderFailed: no room for bucket_and_one") as caught:
+            rollouts.send(sample_weights().items())
+        assert caught.value.rank == "policy 0"
+
+
+def test_the_receiver_raises_what_the_iterator_died_of(backend: str) -> None:
+    with Rollouts(backend, {}, 1) as rollouts:
+        rollouts.send_failing(stream_failing_at("three_buckets"))
+        (answer,) = rollouts.answers()
+        assert PeerFailed.__name__ in answer.error_types
+        assert "the trainer lost three_buckets" in answer.error
+
+
+def test_every_receiver_hears_of_the_failure_of_one(backend: str) -> None:
+    with Rollouts(backend, {}, 2) as rollouts:
+        rollouts.loader_fails_at = "bucket_and_one"
+        rollouts.send_failing(sample_weights().items())
+        answers = rollouts.answers()
+        assert all(LoaderFailed.__name__ in answer.error for answer in answers)
+
+
+def test_a_stuck_receiver_is_given_up_at_the_deadline(backend: str) -> None:
+    async def stuck(engine: CheckpointEngine) -> None:
+        receiving = engine.receive_weight_batches()
+        await anext(receiving)
+        # Never asks for the next batch.
+        await asyncio.sleep(1.5)
+        await receiving.aclose()
+
+    engine = engine_of(backend, 20.0)
+    sender = Peer(engine, backend=backend, role="policy", timeout_s=0.5, die=NEVER)
+    asyncio.run(stuck(engine))
+    sender.process.join(20)
+    assert sender.process.exitcode == 1
+    sender.close()
+    engine.finalize()
+
+
+def hostile_frames() -> Iterator[bytes]:
+    yield struct.pack(">I", 2**32 - 1) + bytes(16)
+    bomb = pickle.dumps(print)
+    yield struct.pack(">I", len(bomb)) + bytes(16) + bomb
+    yield b"GET / HTTP/1.1\r\n\r\n" * 3
+    yield b""
+
+
+def test_strangers_are_turned_away_and_the_sender_still_gets_in(backend: str) -> None:
+    engine = engine_of(backend, 20.0)
+    sender = Peer(engine, backend=backend, role="policy", timeout_s=20.0, die=NEVER)
+    address = str(engine.prepare()["address"])
+
+    async def knock(frame: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        with await connect(address) as connection:
+            await loop.sock_sendall(connection, frame)
+            return await loop.sock_recv(connection, 1 << 16)
+
+    async def receive_among_strangers() -> list[str]:
+        knocking = [asyncio.create_task(knock(frame)) for frame in hostile_frames()]
+        names = await receive_all(engine)
+        for task in knocking:
+            task.cancel()
+        await asyncio.gather(*knocking, return_exceptions=True)
+        return names
+
+    assert asyncio.run(receive_among_strangers()) == list(sample_weights())
+    assert sender.finished()
+    sender.close()
+    engine.finalize()
+
+
+def test_another_runs_secret_does_not_get_in(backend: str) -> None:
+    receiver, sender = engine_of(backend, 1.0), engine_of(backend, 1.0)
+    metadata = [sender.prepare(), receiver.prepare()]
+    receiver.init_rollout_process_group(
+        rollout_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata
+    )
+    metadata[1] = {**metadata[1], "secret": "00" * 32}
+    sender.init_policy_process_group(
+        worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata
+    )
+
+    async def both() -> list[object]:
+        return list(
+            await asyncio.gather(
+                sender.send_weights(sample_weights().items()),
+                receive_all(receiver),
+                return_exceptions=True,
+            )
+        )
+
+    assert all(isinstance(error, TransferError) for error in asyncio.run(both()))
+    sender.finalize()
+    receiver.finalize()
+
+
+def test_world_sizes_that_differ_from_the_peers_are_refused_at_once(backend: str) -> None:
+    receiver, sender = engine_of(backend, 20.0), engine_of(backend, 20.0)
+    theirs, ours = sender.prepare(), receiver.prepare()
+    receiver.init_rollout_process_group(
+        rollout_rank=0,
+        train_world_size=2,
+        rollout_world_size=1,
+        metadata=[theirs, theirs, ours],
+    )
+    sender.init_policy_process_group(
+        worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=[theirs, ours]
+    )
+
+    async def both() -> list[object]:
+        return list(
+            await asyncio.gather(
+                sender.send_weights(sample_weights().items()),
+                receive_all(receiver),
+                return_exceptions=True,
+            )
+        )
+
+    sent, received = asyncio.run(both())
+    assert isinstance(received, RefitConfigurationError)
+    assert isinstance(sent, PeerFailed)
+    assert "counts 1 policy and 1 rollout workers" in str(sent)
+    sender.finalize()
+    receiver.finalize()
+
+
+def test_buffers_larger_than_free_memory_are_refused_and_nothing_is_reserved() -> None:
+    with pytest.raises(BufferAllocationError, match=r"2 transfer buffers .* are free"):
+        SharedBuffers.allocate(2, 1 << 60)
+
+
+class HalfRegistering:
+    """A NIXL agent that registers one buffer and no second one."""
+
+    def __init__(self) -> None:
+        self.registered: list[int] = []
+
+    def register_memory(
+        self, regions: list[tuple[int, int, int, str]], mem_type: str, backends: list[str]
+    ) -> int:
+        if self.registered:
+            raise RuntimeError("out of locked memory")
+        self.registered.append(regions[0][0])
+        return regions[0][0]
+
+    def deregister_memory(self, registered: int) -> None:
+        self.registered.remove(registered)
+
+
+def test_a_registration_that_fails_half_way_leaves_nothing_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, half = NixlAgent("UCX", {}), HalfRegistering()
+    monkeypatch.setattr(agent, "_agent", half)
+    buffers = [torch.empty(4096, dtype=torch.uint8) for _ in range(2)]
+    with pytest.raises(RegistrationError, match=r"transfer buffer 2 of 2 .* out of locked memory"):
+        agent.register(buffers)
+    assert half.registered == []
