@@ -107,6 +107,28 @@ def test_strangers_are_turned_away_and_the_sender_still_gets_in(backend: str) ->
     engine.finalize()
 
 
+def test_silent_strangers_keep_nobody_waiting(backend: str) -> None:
+    receiver, sender = engine_of(backend, 5.0), engine_of(backend, 5.0)
+    metadata = [sender.prepare(), receiver.prepare()]
+    worlds = {"train_world_size": 1, "rollout_world_size": 1}
+    receiver.init_rollout_process_group(rollout_rank=0, metadata=metadata, **worlds)
+    sender.init_policy_process_group(worker_rank=0, metadata=metadata, **worlds)
+
+    async def both() -> list[str]:
+        # More than are greeted at a time, and each would be waited for as long as the sender waits.
+        silent = [await connect(str(metadata[1]["address"])) for _ in range(100)]
+        sending = asyncio.create_task(sender.send_weights(sample_weights().items()))
+        names = await receive_all(receiver)
+        await sending
+        for connection in silent:
+            connection.close()
+        return names
+
+    assert asyncio.run(both()) == list(sample_weights())
+    sender.finalize()
+    receiver.finalize()
+
+
 def test_another_runs_secret_does_not_get_in(backend: str) -> None:
     receiver, sender = engine_of(backend, 1.0), engine_of(backend, 1.0)
     metadata = [sender.prepare(), receiver.prepare()]

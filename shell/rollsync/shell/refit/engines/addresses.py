@@ -7,12 +7,15 @@ and names lie in no file system, so that a killed job leaves none.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
+import os
 import secrets
 import socket
 from dataclasses import dataclass
 
-_BACKLOG = 16
+_BACKLOG = 128
+_RETRY_S = 0.005
 _SECRET_BYTES = 32
 _LOCAL, _TCP = "local:", "tcp:"
 
@@ -85,11 +88,22 @@ async def connect(address: str) -> socket.socket:
         target = (host, int(port))
     try:
         _prepare(connection)
-        await loop.sock_connect(connection, target)
+        if isinstance(target, bytes):
+            await _connect_locally(connection, target)
+        else:
+            await loop.sock_connect(connection, target)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+async def _connect_locally(connection: socket.socket, name: bytes) -> None:
+    # A full backlog is EAGAIN here, and unlike over TCP no connection is under way then.
+    while (code := connection.connect_ex(name)) == errno.EAGAIN:
+        await asyncio.sleep(_RETRY_S)
+    if code:
+        raise OSError(code, os.strerror(code))
 
 
 def address_of_this_host() -> str:

@@ -28,6 +28,9 @@ class SenderMemory(Protocol):
     async def hand_over(self, channel: ControlChannel) -> None:
         """Enable the other end to read the buffers, once per receiver."""
 
+    async def serve(self) -> None:
+        """Do what receivers need for reading the buffers; runs beside a stream, until cancelled."""
+
     def release(self) -> None:
         """Give the memory back."""
 

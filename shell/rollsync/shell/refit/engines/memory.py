@@ -93,6 +93,9 @@ class SharedBuffers:
         except OSError as error:
             raise channel.lost() from error
 
+    async def serve(self) -> None:
+        """Nothing to do: receivers read the memory themselves."""
+
     def start(self, channel: ControlChannel, bucket: int, filled_bytes: int) -> None:
         """Nothing to do: what the sender has packed is there."""
 
@@ -168,6 +171,6 @@ async def _descriptors(channel: ControlChannel) -> list[int]:
 
 
 def bucket_checksum(buffer: torch.Tensor, filled_bytes: int) -> str:
-    """XXH3, 64 bits, hexadecimal, of the first `filled_bytes` of a host buffer."""
-    filled: memoryview = buffer[:filled_bytes].numpy().data
+    """XXH3, 64 bits, hexadecimal, of the first `filled_bytes` of a buffer."""
+    filled: memoryview = buffer[:filled_bytes].cpu().numpy().data
     return xxhash.xxh3_64_hexdigest(filled)

@@ -44,9 +44,9 @@ class NixlAgent:
     def __init__(self, backend_name: str, backend_params: Mapping[str, str]) -> None:
         api = _api()
         self._backend_name = backend_name
-        # The thread answers a reader while this process computes: not every transport of UCX
-        # reads without the other end's help.
-        configuration = api.nixl_agent_config(enable_prog_thread=True, backends=[])
+        # NIXL's own progress thread polls without a pause, so it would take a whole core from
+        # packing or loading; `progress` is called instead where this process waits.
+        configuration = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         try:
             self._agent: nixl_agent = api.nixl_agent(
                 f"rollsync-{secrets.token_hex(8)}", configuration
@@ -57,6 +57,10 @@ class NixlAgent:
                 f"NIXL cannot start its backend {backend_name!r}: {error}",
                 remedy="correct engine_kwargs.nixl.backend_name or backend_init_params",
             ) from error
+
+    def progress(self) -> None:
+        """Answer what other agents have asked of this one."""
+        self._agent.get_new_notifs()
 
     @property
     def metadata(self) -> bytes:

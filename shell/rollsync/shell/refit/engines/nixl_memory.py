@@ -66,6 +66,13 @@ class RegisteredBuffers:
             )
         )
 
+    async def serve(self) -> None:
+        """Answer readers whenever this end waits: some transports need it for every byte, the
+        others to connect."""
+        while True:
+            self._agent.progress()
+            await asyncio.sleep(PAUSE_S)
+
     def release(self) -> None:
         """Deregister and free."""
         self._agent.deregister(self._registered)

@@ -1,17 +1,11 @@
 """The receiving end of one stream.
 
-Rules kept here: nothing is mapped or believed before the sender has proved that it knows the
-secret; a connection that does not is closed, and the next one is waited for; a bucket that is read
-in place is released when the consumer asks for the next, which is when it has loaded this one; and
-the stream is accepted when all of it is loaded.
+Rules kept here: a bucket that is read in place is released when the consumer asks for the next,
+which is when it has loaded this one; and the stream is accepted when all of it is loaded.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-import secrets
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -21,34 +15,26 @@ import xxhash
 from rollsync.pure.refit.control import (
     BucketFilled,
     BucketReleased,
-    Challenge,
     Failed,
-    Hello,
     StreamAccepted,
     StreamEnded,
-    Welcome,
 )
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch
 from rollsync.shell.refit.engines.batches import ConsumerStop
-from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
-from rollsync.shell.refit.engines.errors import PeerRefused, TransferError, TransferTimeout
+from rollsync.shell.refit.engines.channel import ControlChannel
+from rollsync.shell.refit.engines.errors import PeerRefused
+from rollsync.shell.refit.engines.greeting import Greeting, Place
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
 from rollsync.shell.refit.engines.memory import bucket_checksum
 from rollsync.shell.refit.engines.packing import StreamUnpacker
-from rollsync.shell.refit.errors import RefitConfigurationError
-
-GREETING_TIMEOUT_S = 5.0
-"""How long a stranger may take to prove itself before it is turned away."""
 
 
 async def receive_stream(
     listener: Listener,
     medium: ReceiverMedium,
     *,
-    rollout_rank: int,
-    train_world_size: int,
-    rollout_world_size: int,
+    place: Place,
     timeout_s: float,
     stop: ConsumerStop,
 ) -> AsyncGenerator[Batch, None]:
@@ -57,20 +43,14 @@ async def receive_stream(
     Args:
         listener: where the sender connects.
         medium: how the sender's buffers are read.
+        place: who this worker is.
         timeout_s: how long one wait may take.
         stop: where the consumer's error is noted when it stops early.
     """
-    greeting = _Greeting(
-        listener,
-        medium,
-        rollout_rank=rollout_rank,
-        train_world_size=train_world_size,
-        rollout_world_size=rollout_world_size,
-        timeout_s=timeout_s,
-    )
-    channel, memory = await greeting.sender()
-    async with _telling(channel, rollout_rank, stop):
-        async with aclosing(_Arrivals(channel, memory).batches()) as arriving:
+    sender = await Greeting(listener, medium, place, timeout_s).sender()
+    channel = sender.channel
+    async with _telling(channel, place.rollout_rank, stop):
+        async with aclosing(_Arrivals(channel, sender.memory).batches()) as arriving:
             async for whole in arriving:
                 yield whole
                 _finish_loads()
@@ -160,111 +140,6 @@ class _Arrivals:
             tensor=self._channel.tensor,
             remedy="run the sync again; if it repeats, check the host's memory",
         )
-
-
-class _Greeting:
-    """Waits for the sender that knows the secret."""
-
-    def __init__(
-        self,
-        listener: Listener,
-        medium: ReceiverMedium,
-        *,
-        rollout_rank: int,
-        train_world_size: int,
-        rollout_world_size: int,
-        timeout_s: float,
-    ) -> None:
-        self._listener = listener
-        self._medium = medium
-        self._rollout_rank = rollout_rank
-        self._worlds = (train_world_size, rollout_world_size)
-        self._timeout_s = timeout_s
-        self._me = f"rollout {rollout_rank}"
-
-    async def sender(self) -> tuple[ControlChannel, ReceiverMemory]:
-        """The first connection whose sender proves itself, and its buffers."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    connection = await self._listener.accept()
-                    admitted = await self._admit(connection)
-                    if admitted is not None:
-                        return admitted
-        except TimeoutError as error:
-            if isinstance(error, TransferError):
-                raise
-            raise TransferTimeout(
-                f"no sender came for {self._timeout_s:g} s",
-                rank=self._me,
-                stage="waited for the sender",
-                remedy="see the policy worker's log; raise refit_timeout_s if it is only slow",
-            ) from error
-
-    async def _admit(
-        self, connection: socket.socket
-    ) -> tuple[ControlChannel, ReceiverMemory] | None:
-        """Greet one connection; None if it is not of this run's sender, or is dead already."""
-        limit_s = min(self._timeout_s, GREETING_TIMEOUT_S)
-        channel = self._channel(connection, limit_s)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        try:
-            await channel.send(Challenge(nonce=nonce))
-            hello, _ = await channel.receive()
-        except TransferError:
-            channel.close()
-            return None
-        secret = self._listener.secret
-        if not isinstance(hello, Hello) or not hmac.compare_digest(
-            hello.proof, proof(secret, "sender", nonce, hello.nonce)
-        ):
-            channel.close()
-            return None
-        nonces = (nonce, hello.nonce)
-        try:
-            self._check(hello)
-        except RefitConfigurationError as error:
-            failed = Failed(
-                rank=self._rollout_rank, stage="connected", tensor="", message=str(error)
-            )
-            await channel.send(failed)
-            channel.close()
-            raise
-        needs_memory = not self._medium.knows(hello.memory_id)
-        await channel.send(
-            Welcome(proof=proof(secret, "receiver", *nonces), needs_memory=needs_memory)
-        )
-        greeted = self._channel(connection, self._timeout_s, policy_rank=hello.policy_rank)
-        greeted.authenticate(secret, *nonces)
-        greeted.continue_from(channel)
-        try:
-            return greeted, await self._medium.take_over(greeted, hello)
-        except BaseException:
-            greeted.close()
-            raise
-
-    def _channel(
-        self, connection: socket.socket, timeout_s: float, *, policy_rank: int | None = None
-    ) -> ControlChannel:
-        peer = "a stranger" if policy_rank is None else f"policy {policy_rank}"
-        return ControlChannel(
-            connection, side="receiver", rank=self._me, peer=peer, timeout_s=timeout_s
-        )
-
-    def _check(self, hello: Hello) -> None:
-        if (hello.train_world_size, hello.rollout_world_size) != self._worlds:
-            raise RefitConfigurationError(
-                f"policy {hello.policy_rank} counts {hello.train_world_size} policy and"
-                f" {hello.rollout_world_size} rollout workers, {self._me} counts"
-                f" {self._worlds[0]} and {self._worlds[1]}",
-                remedy="set both sides up with the same world sizes",
-            )
-        if hello.rollout_rank != self._rollout_rank:
-            raise RefitConfigurationError(
-                f"policy {hello.policy_rank} means rollout {hello.rollout_rank},"
-                f" this is {self._me}",
-                remedy="give every worker the same metadata, in the same order",
-            )
 
 
 @asynccontextmanager

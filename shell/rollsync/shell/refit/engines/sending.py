@@ -79,6 +79,7 @@ class SendingStream:
 
     async def send(self, receivers: Sequence[Receiver], weights: Weights) -> None:
         """Connect to `receivers`, send `weights` to its end, and wait until all have it."""
+        serving = asyncio.create_task(self._memory.serve())
         try:
             for receiver in receivers:
                 self._channels.append(await self._connect(receiver))
@@ -99,6 +100,9 @@ class SendingStream:
         except BaseException as error:
             await self._tell(error)
             raise
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
         for channel in self._channels:
             channel.close()
 

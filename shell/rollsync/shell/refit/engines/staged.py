@@ -23,6 +23,7 @@ from rollsync.pure.refit import PolicyWorker, check_bucket_bytes, describe, plan
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch, CheckpointEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
+from rollsync.shell.refit.engines.greeting import Place
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.receiving import receive_stream
 from rollsync.shell.refit.engines.sending import Receiver, SendingStream
@@ -164,9 +165,11 @@ class StagedEngine(CheckpointEngine):
             lambda stop: receive_stream(
                 listener,
                 medium,
-                rollout_rank=self._rank,
-                train_world_size=self._train_world_size,
-                rollout_world_size=self._rollout_world_size,
+                place=Place(
+                    rollout_rank=self._rank,
+                    train_world_size=self._train_world_size,
+                    rollout_world_size=self._rollout_world_size,
+                ),
                 timeout_s=self._timeout_s,
                 stop=stop,
             )

@@ -1,0 +1,177 @@
+"""How a receiver finds its sender among those who connect.
+
+Rules kept here: nothing is mapped or believed before a connection has proved that it knows the
+secret; one that does not is closed; and everybody is greeted at the same time, so that a stranger
+who connects and says nothing keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+from dataclasses import dataclass
+
+from rollsync.pure.refit.control import Challenge, Failed, Hello, Welcome
+from rollsync.shell.refit.engines.addresses import Listener
+from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
+from rollsync.shell.refit.engines.errors import TransferError, TransferTimeout
+from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
+from rollsync.shell.refit.errors import RefitConfigurationError
+
+GREETING_TIMEOUT_S = 5.0
+"""How long a stranger may take to prove itself before it is turned away."""
+_MOST_STRANGERS = 64
+"""Connections greeted at the same time; the longest silent one makes room for the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Who this receiver is, to check the sender's greeting against."""
+
+    rollout_rank: int
+    train_world_size: int
+    rollout_world_size: int
+
+    @property
+    def name(self) -> str:
+        """This worker in words."""
+        return f"rollout {self.rollout_rank}"
+
+    def check(self, hello: Hello) -> None:
+        """Raise `RefitConfigurationError` if the sender means somebody else."""
+        counted = (hello.train_world_size, hello.rollout_world_size)
+        if counted != (self.train_world_size, self.rollout_world_size):
+            raise RefitConfigurationError(
+                f"policy {hello.policy_rank} counts {counted[0]} policy and {counted[1]} rollout"
+                f" workers, {self.name} counts {self.train_world_size} and"
+                f" {self.rollout_world_size}",
+                remedy="set both sides up with the same world sizes",
+            )
+        if hello.rollout_rank != self.rollout_rank:
+            raise RefitConfigurationError(
+                f"policy {hello.policy_rank} means rollout {hello.rollout_rank},"
+                f" this is {self.name}",
+                remedy="give every worker the same metadata, in the same order",
+            )
+
+
+@dataclass(frozen=True)
+class Sender:
+    """The admitted sender: its connection, and its buffers."""
+
+    channel: ControlChannel
+    memory: ReceiverMemory
+
+
+class Greeting:
+    """Waits for the sender of one stream.
+
+    Args:
+        listener: where the sender connects.
+        medium: takes over the sender's buffers if they are new.
+        place: who this receiver is.
+        timeout_s: how long to wait, and how long one wait on the connection may take.
+    """
+
+    def __init__(
+        self, listener: Listener, medium: ReceiverMedium, place: Place, timeout_s: float
+    ) -> None:
+        self._listener = listener
+        self._medium = medium
+        self._place = place
+        self._timeout_s = timeout_s
+        self._greeted: list[asyncio.Task[Sender | None]] = []
+
+    async def sender(self) -> Sender:
+        """The first connection that proves itself.
+
+        Raises:
+            TransferTimeout: none did in time.
+            RefitConfigurationError: the sender means another receiver, or counts others.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._first_admitted()
+        except TimeoutError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise TransferTimeout(
+                f"no sender came for {self._timeout_s:g} s",
+                rank=self._place.name,
+                stage="waited for the sender",
+                remedy="see the policy worker's log; raise refit_timeout_s if it is only slow",
+            ) from error
+        finally:
+            for task in self._greeted:
+                task.cancel()
+            await asyncio.gather(*self._greeted, return_exceptions=True)
+
+    async def _first_admitted(self) -> Sender:
+        loop = asyncio.get_running_loop()
+        accepting = loop.create_task(self._listener.accept())
+        try:
+            while True:
+                await asyncio.wait([accepting, *self._greeted], return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in self._greeted if task.done()]:
+                    self._greeted.remove(task)
+                    admitted = task.result()
+                    if admitted is not None:
+                        return admitted
+                if accepting.done():
+                    connection = accepting.result()
+                    accepting = loop.create_task(self._listener.accept())
+                    self._greeted.append(loop.create_task(self._admit(connection)))
+                    if len(self._greeted) > _MOST_STRANGERS:
+                        self._greeted[0].cancel()
+                        await asyncio.wait([self._greeted.pop(0)])
+        finally:
+            accepting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                (await accepting).close()
+
+    async def _admit(self, connection: socket.socket) -> Sender | None:
+        """Greet one connection; None if it is not of this run's sender, or is dead already."""
+        admitted: Sender | None = None
+        try:
+            admitted = await self._proved(connection)
+        finally:
+            if admitted is None:
+                connection.close()
+        return admitted
+
+    async def _proved(self, connection: socket.socket) -> Sender | None:
+        limit_s = min(self._timeout_s, GREETING_TIMEOUT_S)
+        channel = self._channel(connection, "a stranger", limit_s)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        secret = self._listener.secret
+        try:
+            await channel.send(Challenge(nonce=nonce))
+            hello, _ = await channel.receive()
+        except TransferError:
+            return None
+        if not isinstance(hello, Hello) or not hmac.compare_digest(
+            hello.proof, proof(secret, "sender", nonce, hello.nonce)
+        ):
+            return None
+        try:
+            self._place.check(hello)
+        except RefitConfigurationError as error:
+            rank = self._place.rollout_rank
+            await channel.send(Failed(rank=rank, stage="connected", tensor="", message=str(error)))
+            raise
+        needs_memory = not self._medium.knows(hello.memory_id)
+        await channel.send(
+            Welcome(proof=proof(secret, "receiver", nonce, hello.nonce), needs_memory=needs_memory)
+        )
+        greeted = self._channel(connection, f"policy {hello.policy_rank}", self._timeout_s)
+        greeted.authenticate(secret, nonce, hello.nonce)
+        greeted.continue_from(channel)
+        return Sender(greeted, await self._medium.take_over(greeted, hello))
+
+    def _channel(self, connection: socket.socket, peer: str, timeout_s: float) -> ControlChannel:
+        return ControlChannel(
+            connection, side="receiver", rank=self._place.name, peer=peer, timeout_s=timeout_s
+        )
