@@ -30,7 +30,11 @@ class Count:
     """Saves that distinct states had."""
 
     def __str__(self) -> str:
-        return f"{self.states} states, {self.distinct} distinct"
+        return f"{self.states:,} states of the disk, {self.distinct:,} distinct ones resumed from"
+
+
+TOTAL = Count()
+"""Of the whole test run."""
 
 
 @dataclass
@@ -47,12 +51,14 @@ class Explorer:
             Lost: it finds another save than those allowed, or none, or a mixture.
         """
         self.count.states += 1
+        TOTAL.states += 1
         key = fingerprint(tree)
         number = self._seen.get(key)
         if number is None:
             number = self._look(tree, at)
             self._seen[key] = number
             self.count.distinct += 1
+            TOTAL.distinct += 1
             self.count.found[number] += 1
         if number not in allowed:
             raise Lost(f"{at}: a resume finds save {number}, expected one of {sorted(allowed)}")

@@ -115,7 +115,7 @@ def check_after(process: Process, index: int, published: bool, at: str) -> None:
     assert found(files) == save.number, at
     assert not leftovers(files), at
     explorer = Explorer()
-    for tree in islice(files.disk.after_power_loss(0), 40):
+    for tree in islice(files.disk.after_power_loss(0), 10):
         explorer.check(tree, {save.number}, at)
 
 

@@ -6,10 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rollsync.pure.config import CheckpointingConfig
+from rollsync.pure.config import (
+    CheckpointingConfig,
+    DataConfig,
+    GenerationConfig,
+    GrpoConfig,
+    MasterConfig,
+    ModelConfig,
+    RunConfig,
+)
 from rollsync.pure.rollout.cadence import cadence_warnings, next_save
 from rollsync.pure.rollout.sampler import WindowedSampler
-from tests.shell.rollout.world import config
 
 SECONDS = st.floats(0.01, 1000)
 
@@ -38,7 +45,22 @@ def test_without_a_deadline_every_save_is_periodic(interval_s: float, now_s: flo
 
 
 def warnings(saving: CheckpointingConfig) -> tuple[str, ...]:
-    return cadence_warnings(config(WindowedSampler(), checkpointing=saving))
+    return cadence_warnings(
+        MasterConfig(
+            run=RunConfig(directory="run"),
+            data=DataConfig(task="sum", size=100),
+            model=ModelConfig(path="model"),
+            grpo=GrpoConfig(
+                num_prompts_per_step=2,
+                num_generations_per_prompt=2,
+                max_steps=10,
+                learning_rate=1e-3,
+            ),
+            generation=GenerationConfig(backend="torch", max_new_tokens=4),
+            sampler=WindowedSampler(),
+            checkpointing=saving,
+        )
+    )
 
 
 def test_cadences_that_never_fire_are_named() -> None:

@@ -97,7 +97,7 @@ def test_what_must_stay_stays(
 
     needed = {name for each in left for name in each.segments or ()} | protected_segments
     assert not needed & set(plan.segments)
-    if any(each.segments is None or each.condition is UNKNOWN for each in left):
+    if any(each.segments is None for each in left):
         assert plan.segments == ()
     else:
         assert set(plan.segments) == set(SEGMENTS) - needed

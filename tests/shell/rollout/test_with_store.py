@@ -245,7 +245,10 @@ async def test_another_runs_directory_is_neither_resumed_from_nor_saved_into(
 
 
 class FailingFileSystem(RealFileSystem):
-    """Counts operations that change something, and fails at one of them."""
+    """Counts operations that change something, and fails at one of them.
+
+    Nothing is synced for real: no power fails here, and the disk is shared with other tests.
+    """
 
     def __init__(self, error_number: int) -> None:
         self.operations = 0
@@ -263,11 +266,9 @@ class FailingFileSystem(RealFileSystem):
 
     def sync_file(self, path: Path) -> None:
         self._count(path)
-        super().sync_file(path)
 
     def sync_directory(self, path: Path) -> None:
         self._count(path)
-        super().sync_directory(path)
 
     def rename(self, source: Path, target: Path) -> None:
         self._count(source)
@@ -296,7 +297,6 @@ class _FailingFile:
 
     def sync(self) -> None:
         self._count()
-        self._file.sync()
 
     def close(self) -> None:
         self._file.close()

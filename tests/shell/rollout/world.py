@@ -46,7 +46,7 @@ from rollsync.shell.rollout.barrier import CheckpointMutationKind, DataPlaneChec
 from rollsync.shell.rollout.bundle_writer import BundleWriter
 from rollsync.shell.rollout.cell import StateCell
 from rollsync.shell.rollout.controller import RunArchive
-from rollsync.shell.rollout.data_plane import InProcessDataPlane, Row
+from rollsync.shell.rollout.data_plane import DataPlane, InProcessDataPlane, Row
 from rollsync.shell.rollout.environments import EnvironmentCheckpoint, NoEnvironmentCheckpoint
 from rollsync.shell.rollout.parts import RolloutParts
 from rollsync.shell.rollout.replay_buffer import TQReplayBuffer
@@ -225,7 +225,7 @@ class World:
         checkpointing: CheckpointingConfig | None = None,
         buffer_capacity: int | None = None,
         num_prompts_per_step: int = 2,
-        plane: InProcessDataPlane | None = None,
+        plane: DataPlane | None = None,
         archive: PlainArchive | None = None,
         store_on: FileSystem | None = None,
     ) -> None:
@@ -234,7 +234,7 @@ class World:
         self.num_prompts_per_step = num_prompts_per_step
         self.barrier = DataPlaneCheckpointBarrier()
         self.cell = StateCell(fresh(stamped=chosen.stamps_target_steps), self.barrier)
-        self.plane = InProcessDataPlane() if plane is None else plane
+        self.plane: DataPlane = InProcessDataPlane() if plane is None else plane
         self.samples = Samples()
         self.trainer_progress: TrainingProgress | None = None
         """The trainer's own counters, where they differ from the state's."""

@@ -109,6 +109,25 @@ def test_every_damage_to_the_weights_is_noticed(run_directory: Path) -> None:
         assert all(WEIGHTS in each.why for each in chosen.refused)
 
 
+def test_rows_that_only_the_checkpoint_needs_are_no_matter_of_its_snapshots(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    store = store_at(root)
+    save_snapshot(store, 0, 1)
+    save_checkpoint(store, 1, 2, b"rows a")
+    (rows,) = (root / "segments").iterdir()
+    save_snapshot(store, 1, 3, b"rows b")
+    rows.unlink()
+    again = store_at(root)
+    chosen = again.choose()
+    assert (save_of(chosen), chosen.refused) == (3, ())
+    assert again.has_anchor(1)
+    assert again.prune() == ()
+    shutil.rmtree(snapshot(root, 1))
+    chosen = store_at(root).choose()
+    assert save_of(chosen) == 1
+    assert rows.stem in chosen.refused[0].why
+
+
 def delete(path: Path) -> None:
     path.unlink()
 

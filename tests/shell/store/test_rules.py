@@ -356,7 +356,7 @@ def test_what_cannot_be_deleted_neither_fails_a_save_nor_keeps_the_rest(tmp_path
     save_snapshot(store, 0, 1, b"rows a")
     save_snapshot(store, 0, 2, b"rows b")
     save_snapshot(store, 0, 3, b"rows c")
-    fs.failing = [("remove_file", "000001/")]
+    fs.failing = [("remove_file", r"\.trash-0-000001/")]
     with pytest.raises(OSError, match="busy"):
         store.prune()
     assert names(tmp_path / "bootstrap" / "snapshots") == [".trash-0-000001", "000003"]
@@ -405,12 +405,30 @@ def test_what_cannot_be_read_just_now_is_passed_over_and_kept(tmp_path: Path) ->
     assert chosen.bundle.facts.mutation_version == 1
     assert "Input/output error" in chosen.refused[0].why
     save_snapshot(again, 0, 3, b"rows c")
-    assert again.prune() == ()
+    save_snapshot(again, 0, 4, b"rows d")
+    assert again.prune() == ("bootstrap/snapshots/000003",)
+    assert len(names(tmp_path / "segments")) == 4, "nobody knows which of them 000002 needs"
     fs.failing = []
-    assert len(names(tmp_path / "segments")) == 3
+    assert len(again.prune()) == 1, "the segment of 000003"
+    assert names(tmp_path / "bootstrap" / "snapshots") == ["000001", "000002", "000004"]
+
+
+def test_a_run_that_goes_on_from_before_a_checkpoint_makes_that_step_anew(tmp_path: Path) -> None:
+    """The checkpoint of step 2 is whole, and could not be read when the run resumed."""
+    store = store_at(tmp_path)
+    save_checkpoint(store, 1, 1)
+    save_checkpoint(store, 2, 2)
+    fs = FailingFileSystem(("read", "step_000002/" + MANIFEST_FILE))
+    again = store_at(tmp_path, fs=fs, trainer_checkpoints=1, snapshots_per_checkpoint=1)
+    assert chosen_save(again) == 1
+    fs.failing = []
+    path = save_snapshot(again, 1, 3)
     again.prune()
-    assert names(tmp_path / "bootstrap" / "snapshots") == ["000001", "000003"]
-    assert len(names(tmp_path / "segments")) == 2
+    assert path.exists(), "it is the newest of this run's own past"
+    save_checkpoint(again, 2, 4)
+    assert chosen_save(store_at(tmp_path)) == 4
+    again.prune()
+    assert chosen_save(store_at(tmp_path)) == 4
 
 
 def test_a_directory_that_cannot_be_listed_is_a_reason_and_stops_a_prune(tmp_path: Path) -> None:

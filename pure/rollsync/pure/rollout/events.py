@@ -3,6 +3,8 @@
 An event says what happened, with all that the decision needs (clock readings and random ids are
 the shell's to bring). `transitions.apply` says what follows from it. Each *transfer of ownership*
 is one event, so that no crash can fall between its two halves.
+
+Events of which a resume may plan 100,000 have `gc=False`, as the state's records have.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class BatchAdmitted(Struct, frozen=True, kw_only=True, tag=True):
     """Groups that the batch lacks from the start, because the data ran out."""
 
 
-class AttemptDispatched(Struct, frozen=True, kw_only=True, tag=True):
+class AttemptDispatched(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """A sibling's next attempt was sent to an engine."""
 
     group_id: str
@@ -171,7 +173,7 @@ class RowsCleared(Struct, frozen=True, kw_only=True, tag=True):
     keys: tuple[str, ...]
 
 
-class RecoveryRedispatched(Struct, frozen=True, kw_only=True, tag=True):
+class RecoveryRedispatched(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """A resume took up an unfinished group: running attempts are abandoned (sealed ones too, when
     the group restarts whole); if any was running, the group's recovery count grows.
     """
@@ -180,7 +182,7 @@ class RecoveryRedispatched(Struct, frozen=True, kw_only=True, tag=True):
     restart_whole: bool
 
 
-class ReadyGroupReopened(Struct, frozen=True, kw_only=True, tag=True):
+class ReadyGroupReopened(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """A ready group is generated again, in its batch: its rows were not loaded by a resume."""
 
     group_id: str

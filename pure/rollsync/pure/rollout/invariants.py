@@ -6,6 +6,7 @@ a file) is checked before anything is changed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from enum import StrEnum
 from itertools import chain
@@ -13,7 +14,6 @@ from itertools import chain
 from msgspec import Struct
 
 from rollsync.pure.rollout._parts import first_unclaimed_step, staged_keys_of
-from rollsync.pure.rollout.account import places
 from rollsync.pure.rollout.state import (
     PromptGroupPhase,
     PromptGroupRecoveryRecord,
@@ -76,29 +76,74 @@ def check_invariants(state: RolloutState) -> tuple[Violation, ...]:
 
 
 def _violations(state: RolloutState) -> Iterator[Violation]:
-    yield from _one_place(state)
-    for group_id, record in state.ledger.groups.items():
-        yield from _identity(group_id, record)
-        yield from _record(record)
-        yield from _versions(state, group_id, record.start_weight_version, record.target_step)
-    for group_id, group in state.replay.items():
+    # Walking a persistent map costs as much as looking at what it holds: each is walked once.
+    unfinished = tuple(state.ledger.groups.items())
+    ready = tuple(state.replay.items())
+    records = [record for _, record in unfinished]
+    groups = [group for _, group in ready]
+    yield from _one_place(state, records, groups)
+    for group_id, record in unfinished:
+        # Nearly every record is sound, and a state may have 100,000: only a suspect is looked
+        # into with words for what is wrong.
+        if not _is_plainly_sound(group_id, record):
+            yield from _identity(group_id, record)
+            yield from _record(record)
+        if record.start_weight_version is not None or record.target_step is not None:
+            yield from _versions(state, group_id, record.start_weight_version, record.target_step)
+    for group_id, group in ready:
         yield from _identity(group_id, group)
         yield from _ready(group)
         yield from _versions(state, group_id, group.start_weight_version, group.target_step)
-    yield from _admissions(state)
-    yield from _rows(state)
+    yield from _admissions(records, groups)
+    yield from _rows(state, records, groups)
     yield from _open_step(state)
-    yield from _counters(state)
+    yield from _counters(state, groups)
     yield from _runtime(state)
 
 
-def _one_place(state: RolloutState) -> Iterator[Violation]:
-    seen: set[str] = set()
-    for prompt_id, _ in places(state):
-        if prompt_id in seen:
-            detail = "has more than one place"
-            yield Violation(rule=Rule.ONE_PLACE, subject=prompt_id, detail=detail)
-        seen.add(prompt_id)
+def _one_place(
+    state: RolloutState, records: list[PromptGroupRecoveryRecord], groups: list[ReplayGroup]
+) -> Iterator[Violation]:
+    prompt_ids = [record.prompt.prompt_id for record in records]
+    prompt_ids += [group.prompt.prompt_id for group in groups]
+    prompt_ids += [prompt.prompt_id for prompt in state.runtime.replacement_reserve]
+    prompt_ids += state.outcomes.keys()
+    if len(set(prompt_ids)) < len(prompt_ids):
+        for prompt_id, count in sorted(Counter(prompt_ids).items()):
+            if count > 1:
+                detail = f"has {count} places"
+                yield Violation(rule=Rule.ONE_PLACE, subject=prompt_id, detail=detail)
+
+
+def _is_plainly_sound(group_id: str, record: PromptGroupRecoveryRecord) -> bool:
+    """Whether `_identity` and `_record` have nothing to say, in as few steps as possible."""
+    if not group_id == record.group_id == record.prompt.prompt_id:
+        return False
+    unsealed = ran = False
+    for expected, sibling in enumerate(record.siblings):
+        attempts = sibling.attempts
+        if sibling.index != expected or not attempts:
+            return False
+        last = len(attempts) - 1
+        for index, attempt in enumerate(attempts):
+            status = attempt.status
+            if attempt.index != index or (index != last and status not in _ENDED):
+                return False
+            if not _seal_is_whole(attempt):
+                return False
+        status = attempts[-1].status
+        if status is not _SEALED:
+            unsealed = True
+        if last or status is not RolloutAttemptStatus.RESERVED:
+            ran = True
+    admitted = record.phase is PromptGroupPhase.ADMITTED
+    return (
+        len(record.siblings) == record.expected_generations > 0
+        and unsealed is (record.status is PromptGroupStatus.GENERATING)
+        and (record.admission_id is not None) is admitted
+        and (record.start_weight_version is not None) is admitted
+        and (admitted or not ran)
+    )
 
 
 def _identity(group_id: str, group: PromptGroupRecoveryRecord | ReplayGroup) -> Iterator[Violation]:
@@ -227,11 +272,13 @@ def _versions(
         yield Violation(rule=Rule.STAMPS, subject=group_id, detail=detail)
 
 
-def _admissions(state: RolloutState) -> Iterator[Violation]:
+def _admissions(
+    records: list[PromptGroupRecoveryRecord], groups: list[ReplayGroup]
+) -> Iterator[Violation]:
     """Groups of one admission that disagree on their target step (their phase is `Rule.PHASE`)."""
     target_of: dict[str, int | None] = {}
-    unfinished = ((r.admission_id, r.target_step) for r in state.ledger.groups.values())
-    ready = ((g.admission_id, g.target_step) for g in state.replay.values())
+    unfinished = ((record.admission_id, record.target_step) for record in records)
+    ready = ((group.admission_id, group.target_step) for group in groups)
     for admission_id, target_step in chain(unfinished, ready):
         if admission_id is None:
             continue
@@ -241,26 +288,26 @@ def _admissions(state: RolloutState) -> Iterator[Violation]:
             yield Violation(rule=Rule.ADMISSION, subject=admission_id, detail=detail)
 
 
-def _rows(state: RolloutState) -> Iterator[Violation]:
-    owner_of: dict[str, str] = {}
-    staged = ((r.group_id, staged_keys_of(r)) for r in state.ledger.groups.values())
-    published = ((g.group_id, g.sample_ids) for g in state.replay.values())
+def _rows(
+    state: RolloutState, records: list[PromptGroupRecoveryRecord], groups: list[ReplayGroup]
+) -> Iterator[Violation]:
+    """Rows with a wrong prefix, owned twice, or owned and garbage. As ids have no slash, a row
+    whose key has its owner's prefix can have no other owner."""
+    staged = ((record.group_id, staged_keys_of(record)) for record in records)
+    published = ((group.group_id, group.sample_ids) for group in groups)
+    garbage = state.rows_to_clear
     for group_id, keys in chain(staged, published):
         if not keys:
             continue
         prefix = f"{group_id}/"
         for key in keys:
-            owner = owner_of.setdefault(key, group_id)
-            if owner != group_id:
-                yield Violation(rule=Rule.ROWS, subject=key, detail=f"{owner} and {group_id}")
             if not key.startswith(prefix):
                 yield Violation(rule=Rule.ROWS, subject=key, detail=f"owned by {group_id}")
+            if key in garbage:
+                detail = f"waits to be cleared, and {group_id} owns it"
+                yield Violation(rule=Rule.ROWS, subject=key, detail=detail)
         if len(set(keys)) != len(keys):
             yield Violation(rule=Rule.ROWS, subject=group_id, detail="owns a row twice")
-    for key in state.rows_to_clear:
-        if key in owner_of:
-            detail = f"waits to be cleared, and {owner_of[key]} owns it"
-            yield Violation(rule=Rule.ROWS, subject=key, detail=detail)
 
 
 def _open_step(state: RolloutState) -> Iterator[Violation]:
@@ -279,7 +326,7 @@ def _open_step(state: RolloutState) -> Iterator[Violation]:
             yield Violation(rule=Rule.OPEN_STEP, subject=name, detail=detail)
 
 
-def _counters(state: RolloutState) -> Iterator[Violation]:
+def _counters(state: RolloutState, groups: list[ReplayGroup]) -> Iterator[Violation]:
     progress, dataloader = state.progress, state.dataloader_state
     for name, value, least in (
         ("train steps", progress.train_steps, 0),
@@ -293,7 +340,7 @@ def _counters(state: RolloutState) -> Iterator[Violation]:
     if progress.current_epoch != dataloader.epoch:
         detail = f"{progress.current_epoch}, the dataloader is in epoch {dataloader.epoch}"
         yield Violation(rule=Rule.COUNTERS, subject="current epoch", detail=detail)
-    indices = [group.commit_index for group in state.replay.values()]
+    indices = [group.commit_index for group in groups]
     if len(set(indices)) != len(indices) or any(
         not 0 <= index < state.next_commit_index for index in indices
     ):

@@ -13,10 +13,9 @@ from typing import assert_never
 from msgspec import Struct
 
 from rollsync.pure.rollout._parts import staged_keys_of
-from rollsync.pure.rollout._sampling import admitted_groups
 from rollsync.pure.rollout.invariants import Violation, check_invariants
 from rollsync.pure.rollout.sampler import PromptGroupSampler, batches_unaccounted
-from rollsync.pure.rollout.state import RolloutState
+from rollsync.pure.rollout.state import PromptGroupPhase, RolloutState
 
 
 class RowsMissing(Struct, frozen=True, kw_only=True, tag=True):
@@ -97,19 +96,21 @@ def take_inventory(state: RolloutState, row_keys: Collection[str]) -> Inventory:
         replay_rows.extend(group.sample_ids)
         _note_missing(missing, group.group_id, group.sample_ids, present)
     staging_rows: list[str] = []
+    admitted = 0
     for record in state.ledger.groups.values():
+        admitted += record.phase is PromptGroupPhase.ADMITTED
         keys = staged_keys_of(record)
         if keys:
             staging_rows.extend(keys)
             _note_missing(missing, record.group_id, keys, present)
-    owned = {*replay_rows, *staging_rows}
+    unowned = present.difference(replay_rows, staging_rows)
     return Inventory(
         replay_rows=tuple(sorted(replay_rows)),
         staging_rows=tuple(sorted(staging_rows)),
         missing=tuple(sorted(missing, key=lambda each: each.group_id)),
-        unowned=tuple(sorted(key for key in present - owned if key not in state.rows_to_clear)),
+        unowned=tuple(sorted(key for key in unowned if key not in state.rows_to_clear)),
         violations=check_invariants(state),
-        admitted_group_count=len(admitted_groups(state)),
+        admitted_group_count=admitted,
         replay_group_count=len(state.replay),
     )
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from rollsync.pure.rollout._attempts import failed_attempts
 from rollsync.pure.rollout._parts import staged_keys_of
-from rollsync.pure.rollout._sampling import admitted_groups, ready_groups, reserved_groups
+from rollsync.pure.rollout._sampling import ready_groups
 from rollsync.pure.rollout.account import place_of
 from rollsync.pure.rollout.decisions import SamplerLimits
 from rollsync.pure.rollout.events import (
@@ -30,6 +30,7 @@ from rollsync.pure.rollout.events import (
 from rollsync.pure.rollout.sampler import PromptGroupSampler, drop_group
 from rollsync.pure.rollout.state import (
     DropReason,
+    PromptGroupPhase,
     PromptGroupRecoveryRecord,
     PromptGroupStatus,
     PromptPlace,
@@ -64,19 +65,19 @@ class ResumePolicy(Struct, frozen=True, kw_only=True):
     """Failed attempts of one sibling, over all resumes, after which its group is dropped."""
 
 
-class KeptReady(Struct, frozen=True, kw_only=True, tag=True):
+class KeptReady(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """Loaded with its rows; a training step can take it."""
 
     group_id: str
 
 
-class ReadyRegenerated(Struct, frozen=True, kw_only=True, tag=True):
+class ReadyRegenerated(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """Ready, but the buffer is not loaded: generated again in its batch."""
 
     group_id: str
 
 
-class SiblingsResumed(Struct, frozen=True, kw_only=True, tag=True):
+class SiblingsResumed(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """Sealed siblings are kept, the others are generated again (none: it goes to finalization)."""
 
     group_id: str
@@ -84,7 +85,7 @@ class SiblingsResumed(Struct, frozen=True, kw_only=True, tag=True):
     regenerate: tuple[int, ...]
 
 
-class RestartedWhole(Struct, frozen=True, kw_only=True, tag=True):
+class RestartedWhole(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """Recovered by prompt group: every sibling is generated again."""
 
     group_id: str
@@ -92,26 +93,26 @@ class RestartedWhole(Struct, frozen=True, kw_only=True, tag=True):
     """Sealed siblings that this throws away."""
 
 
-class Readmitted(Struct, frozen=True, kw_only=True, tag=True):
+class Readmitted(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """Reserved and not admitted: in one of the next batches."""
 
     group_id: str
 
 
-class ReturnedToReserve(Struct, frozen=True, kw_only=True, tag=True):
+class ReturnedToReserve(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """Reserved and not admitted: a spare from now on."""
 
     group_id: str
 
 
-class DiscardedAsCanonical(Struct, frozen=True, kw_only=True, tag=True):
+class DiscardedAsCanonical(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """Unfinished by the ledger, but its prompt has this place already."""
 
     group_id: str
     place: PromptPlace
 
 
-class DroppedAsUnrecoverable(Struct, frozen=True, kw_only=True, tag=True):
+class DroppedAsUnrecoverable(Struct, frozen=True, kw_only=True, gc=False, tag=True):
     """Found running by too many resumes in a row, or with a sibling that failed too often."""
 
     group_id: str
@@ -154,7 +155,8 @@ class ResumePlan(Struct, frozen=True, kw_only=True):
 def plan_resume(captured: RolloutState, policy: ResumePolicy) -> ResumePlan:
     """What a resume does with a captured state. Total: it answers for every state."""
     planner = _Planner(replace(captured, open_step=None))
-    for record in _in_order(list(planner.state.ledger.groups.values())):
+    in_order = _in_order(list(planner.state.ledger.groups.values()))
+    for record in in_order:
         _plan_unfinished(planner, record, policy)
     for group in ready_groups(planner.state):
         if policy.load_buffer and policy.sampler.supports_buffer_checkpoint:
@@ -168,7 +170,7 @@ def plan_resume(captured: RolloutState, policy: ResumePolicy) -> ResumePlan:
     if garbage:
         # Rows that nothing owns are not loaded, which is as good as having cleared them.
         planner.do(None, RowsCleared(keys=garbage))
-    return _plan_of(planner)
+    return _plan_of(planner, in_order)
 
 
 _UNSETTLED = (PromptGroupStatus.FINALIZING, PromptGroupStatus.FINALIZATION_UNKNOWN)
@@ -267,10 +269,19 @@ def _by_seal(record: PromptGroupRecoveryRecord) -> tuple[tuple[int, ...], tuple[
     return tuple(sealed), tuple(unsealed)
 
 
+_CAN_STAY = (RolloutAttemptStatus.RESERVED, RolloutAttemptStatus.SEALED)
+
+
 def _has_ended_attempts(record: PromptGroupRecoveryRecord) -> bool:
     """Whether a sibling's last attempt can go on no more, and another has to be reserved."""
-    can_stay = (RolloutAttemptStatus.RESERVED, RolloutAttemptStatus.SEALED)
-    return any(sibling.attempts[-1].status not in can_stay for sibling in record.siblings)
+    for sibling in record.siblings:
+        status = sibling.attempts[-1].status
+        if (
+            status is not RolloutAttemptStatus.RESERVED
+            and status is not RolloutAttemptStatus.SEALED
+        ):
+            return True
+    return False
 
 
 def _in_order(records: list[PromptGroupRecoveryRecord]) -> list[PromptGroupRecoveryRecord]:
@@ -283,34 +294,46 @@ def _in_order(records: list[PromptGroupRecoveryRecord]) -> list[PromptGroupRecov
     return sorted(records, key=urgency)
 
 
-def _staging_rows(state: RolloutState) -> tuple[str, ...]:
-    records = state.ledger.groups.values()
-    return tuple(sorted(key for record in records for key in staged_keys_of(record)))
+def _after(
+    state: RolloutState, before: list[PromptGroupRecoveryRecord]
+) -> list[PromptGroupRecoveryRecord]:
+    """The unfinished groups in order. Sorting is what costs, so the order of `before` is kept
+    where nothing came (a replacement, a group generated again) that it does not have."""
+    groups = state.ledger.groups
+    kept = [now for was in before if (now := groups.get(was.group_id)) is not None]
+    return kept if len(kept) == len(groups) else _in_order(list(groups.values()))
 
 
-def _plan_of(planner: _Planner) -> ResumePlan:
+def _plan_of(planner: _Planner, before: list[PromptGroupRecoveryRecord]) -> ResumePlan:
     state = planner.state
-    admitted = _in_order(admitted_groups(state))
-    replay_rows = (key for group in state.replay.values() for key in group.sample_ids)
+    rows = [key for group in state.replay.values() for key in group.sample_ids]
+    dispatches: list[AttemptDispatched] = []
+    to_finalize: list[str] = []
+    readmissions: list[PromptGroupRecoveryRecord] = []
+    for record in _after(state, before):
+        if record.phase is PromptGroupPhase.RESERVED:
+            readmissions.append(record)
+            continue
+        rows.extend(staged_keys_of(record))
+        if record.status is PromptGroupStatus.READY_TO_FINALIZE:
+            to_finalize.append(record.group_id)
+            continue
+        for sibling in record.siblings:
+            last = sibling.attempts[-1]
+            if last.status is RolloutAttemptStatus.RESERVED:
+                dispatches.append(
+                    AttemptDispatched(
+                        group_id=record.group_id,
+                        sibling_index=sibling.index,
+                        attempt_index=last.index,
+                    )
+                )
     return ResumePlan(
         groups=tuple(planner.groups),
         events=tuple(planner.events),
         state=state,
-        rows_to_load=tuple(sorted((*replay_rows, *_staging_rows(state)))),
-        dispatches=tuple(
-            AttemptDispatched(
-                group_id=record.group_id,
-                sibling_index=sibling.index,
-                attempt_index=sibling.attempts[-1].index,
-            )
-            for record in admitted
-            for sibling in record.siblings
-            if sibling.attempts[-1].status is RolloutAttemptStatus.RESERVED
-        ),
-        to_finalize=tuple(
-            record.group_id
-            for record in admitted
-            if record.status is PromptGroupStatus.READY_TO_FINALIZE
-        ),
-        readmissions=tuple(record.group_id for record in reserved_groups(state)),
+        rows_to_load=tuple(sorted(rows)),
+        dispatches=tuple(dispatches),
+        to_finalize=tuple(to_finalize),
+        readmissions=tuple(record.group_id for record in readmissions),
     )

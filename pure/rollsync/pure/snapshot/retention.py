@@ -8,7 +8,7 @@ Rules kept here, in the order of their weight:
 3. A segment stays as long as a bundle that stays lists it, or might: as long as one that stays
    has no readable manifest, every segment stays.
 4. Damaged bundles do not count towards a limit. They go once a newer one is whole.
-5. What could not be read just now is neither counted nor removed.
+5. What is not certain is neither counted nor removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class BundleCondition(StrEnum):
     WHOLE = "whole"
     DAMAGED = "damaged"
     UNKNOWN = "unknown"
-    """It could not be read just now, or is not known to survive a power failure."""
+    """It could not be read just now, or when this run chose what to resume from, or it is not
+    known to survive a power failure."""
 
 
 class ListedBundle(Struct, frozen=True, kw_only=True):
@@ -111,7 +112,7 @@ def _free_segments(
 ) -> tuple[str, ...]:
     needed = set(protected)
     for bundle in kept:
-        if bundle.segments is None or bundle.condition is BundleCondition.UNKNOWN:
+        if bundle.segments is None:
             return ()
         needed.update(bundle.segments)
     return tuple(sorted(name for name in segments if name not in needed))

@@ -7,7 +7,7 @@ and the directory of that rename after it; what is removed first loses its name,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from rollsync.pure.snapshot.manifest import SnapshotFile
@@ -108,6 +108,9 @@ def sweep(fs: FileSystem, directory: Path, *, but_not: Collection[Path] = ()) ->
 
     Args:
         but_not: drafts that are being written.
+
+    Raises:
+        OSError: something stays; the rest is gone.
     """
     leftovers = [
         name
@@ -118,8 +121,23 @@ def sweep(fs: FileSystem, directory: Path, *, but_not: Collection[Path] = ()) ->
         # Of a process that was killed before its rename was durable, a bundle would come back
         # under its former name, and half deleted.
         fs.sync_directory(directory)
-    for name in leftovers:
-        delete_tree(fs, directory / name)
+    delete_all(fs, [directory / name for name in leftovers])
+
+
+def delete_all(fs: FileSystem, paths: Iterable[Path]) -> None:
+    """Delete what no reader looks at, as much of it as can be.
+
+    Raises:
+        OSError: the first of those that cannot.
+    """
+    failures = []
+    for path in paths:
+        try:
+            delete_tree(fs, path)
+        except OSError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def sync_tree(fs: FileSystem, directory: Path) -> None:

@@ -14,7 +14,7 @@ from rollsync.pure.snapshot.retention import (
     RetentionPlan,
     plan_retention,
 )
-from rollsync.shell.store.durable import delete_tree, displace
+from rollsync.shell.store.durable import delete_all, displace
 from rollsync.shell.store.filesystem import FileSystem
 from rollsync.shell.store.reader import RunReader
 from rollsync.shell.store.survey import Survey
@@ -89,11 +89,7 @@ def carry_out(
     for name in segments:
         survey.forget_segment(name)
     gone.extend(reader.segment_path(name) for name in segments)
-    for path in (*trash, *(reader.segment_path(name) for name in segments)):
-        try:
-            delete_tree(fs, path)
-        except OSError as error:
-            failures.append(error)
+    delete_all(fs, (*trash, *(reader.segment_path(name) for name in segments)))
     if failures:
         raise failures[0]
     return tuple(str(path.relative_to(reader.root)) for path in gone)

@@ -168,6 +168,7 @@ class RunReader:
         place: BundlePlace,
         *,
         contents: bool = True,
+        segments: bool = True,
         but_not: Collection[str] = (),
     ) -> Result[RolloutSnapshotManifest, Fault]:
         """A bundle's manifest, if the bundle is whole. Of a snapshot, this says nothing about the
@@ -175,6 +176,7 @@ class RunReader:
 
         Args:
             contents: compare digests; else names and sizes only.
+            segments: look at the row segments that it lists, too.
             but_not: segments that were compared already.
         """
         read = self.manifest(place)
@@ -183,7 +185,7 @@ class RunReader:
         manifest = read.unwrap()
         directory = self.path(place)
         wanted = [(directory / file.name, file.name, file) for file in manifest.files]
-        for segment in manifest.segments:
+        for segment in manifest.segments if segments else ():
             if segment.digest in but_not:
                 continue
             file = SnapshotFile(

@@ -107,6 +107,7 @@ class SnapshotStore:
             StoreError: the directory is another run's, or nothing in it can be taken.
         """
         self._survey.start_over()
+        self._resumed = None
         try:
             listing = self._reader.listing()
         except OSError as error:
@@ -123,6 +124,7 @@ class SnapshotStore:
                 self._survey.trust(place, manifest)
                 bundle = StoredBundle(self._reader, self._fs, place, manifest)
                 return Chosen(bundle=bundle, refused=tuple(refused))
+            self._survey.pass_over(place)
             path = str(self._reader.path(place))
             refused.append(RefusedBundle(path=path, why=checked.failure()))
         if refused:
@@ -155,7 +157,7 @@ class SnapshotStore:
         if train_steps == 0:
             return True
         place = BundlePlace(step=train_steps, number=0)
-        return not self._survey.doubts(place) and is_successful(self._survey.checked(place))
+        return not self._survey.doubts(place) and self._survey.carries(place)
 
     def put_segment(self, data: bytes) -> str:
         """See `rollsync.shell.rollout.archive.SnapshotArchive`."""
@@ -191,7 +193,7 @@ class SnapshotStore:
             if is_durable:
                 self._survey.trust(place, manifest)
             else:
-                self._survey.doubt(place)
+                self._survey.doubt(place, manifest)
 
         def ended() -> None:
             self._drafts.pop(path, None)
@@ -254,11 +256,14 @@ class SnapshotStore:
 
     def _refuse_whole(self, place: BundlePlace) -> None:
         path = self._reader.path(place)
+        if self._survey.is_passed_over(place):
+            return
         if is_successful(self._survey.checked(place)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
     def _make_way(self, place: BundlePlace) -> None:
-        """Take the name away from a damaged checkpoint of the same step."""
+        """Take the name away from a checkpoint of the same step that is damaged, or that this run
+        has passed over."""
         path = self._reader.path(place)
         if status_of(self._fs, path) is not None:
             self._refuse_whole(place)

@@ -27,7 +27,10 @@ class Survey:
         self._reader = reader
         self._alone: dict[BundlePlace, Checked] = {}
         """Each bundle by itself, every byte compared."""
+        self._anchors: dict[BundlePlace, Checked] = {}
+        """Each checkpoint without its row segments, every byte compared."""
         self._doubtful: set[BundlePlace] = set()
+        self._passed_over: set[BundlePlace] = set()
         self._segments: set[str] = set()
         """Whole and durable."""
         self._compared: set[str] = set()
@@ -35,26 +38,42 @@ class Survey:
 
     def start_over(self) -> None:
         """Believe only what is read from now on, except for doubts."""
+        self._passed_over.clear()
         self._alone.clear()
+        self._anchors.clear()
         self._segments.clear()
         self._compared.clear()
 
     def checked(self, place: BundlePlace) -> Checked:
         """A bundle's manifest, if it and the weights that it continues from are whole."""
-        return self._with_anchor(place, self._checked_alone(place), self._checked_alone)
+        return self._with_anchor(place, self._checked_alone(place), self._checked_anchor)
+
+    def carries(self, place: BundlePlace) -> bool:
+        """Whether snapshots of a checkpoint's step can continue from it."""
+        return is_successful(self._checked_anchor(place))
 
     def trust(self, place: BundlePlace, manifest: RolloutSnapshotManifest) -> None:
         """The bundle is whole and durable, and so are its segments."""
         self._alone[place] = Success(manifest)
         self._segments.update(segment.digest for segment in manifest.segments)
 
-    def doubt(self, place: BundlePlace) -> None:
-        """The bundle may be gone after a power failure."""
+    def doubt(self, place: BundlePlace, manifest: RolloutSnapshotManifest) -> None:
+        """The bundle is whole, but may be gone after a power failure."""
+        self._alone[place] = Success(manifest)
         self._doubtful.add(place)
 
     def doubts(self, place: BundlePlace) -> bool:
         """Whether the bundle may be gone after a power failure."""
         return place in self._doubtful
+
+    def pass_over(self, place: BundlePlace) -> None:
+        """This run goes on from an older bundle, so this one is no longer of its past, even if it
+        should turn out to be whole after all."""
+        self._passed_over.add(place)
+
+    def is_passed_over(self, place: BundlePlace) -> bool:
+        """Whether this run goes on from an older bundle."""
+        return place in self._passed_over
 
     def listed(self, place: BundlePlace, *, contents: bool) -> ListedBundle:
         """What retention needs to know of a bundle.
@@ -63,8 +82,10 @@ class Survey:
             contents: compare every byte; else, of bundles that this process has not verified,
                 names and sizes only.
         """
-        check = self._checked_alone if contents else self._looked_at
-        checked = self._with_anchor(place, check(place), check)
+        if contents:
+            checked = self.checked(place)
+        else:
+            checked = self._with_anchor(place, self._looked_at(place), self._anchor_looked_at)
         manifest = checked if is_successful(checked) else self._reader.manifest(place)
         return ListedBundle(
             place=place,
@@ -76,12 +97,14 @@ class Survey:
         """The bundle is gone, and what is under it."""
         gone = {
             each
-            for each in (*self._alone, *self._doubtful)
+            for each in (*self._alone, *self._anchors, *self._doubtful, *self._passed_over)
             if each == place or (each.step == place.step and not place.is_snapshot)
         }
         self._doubtful -= gone
+        self._passed_over -= gone
         for each in gone:
             self._alone.pop(each, None)
+            self._anchors.pop(each, None)
 
     # Segments.
 
@@ -115,6 +138,25 @@ class Survey:
                 self._alone[place] = known
         return known
 
+    def _checked_anchor(self, place: BundlePlace) -> Checked:
+        """What a snapshot needs of its checkpoint: the checkpoint's row segments are not among
+        it, so damage to them, and reading them, stays out of a resume from the snapshot."""
+        alone = self._alone.get(place)
+        if alone is not None and is_successful(alone):
+            return alone
+        known = self._anchors.get(place)
+        if known is None:
+            known = self._reader.verified(place, segments=False)
+            if is_successful(known) or not known.failure().is_transient:
+                self._anchors[place] = known
+        return known
+
+    def _anchor_looked_at(self, place: BundlePlace) -> Checked:
+        known = self._alone.get(place)
+        if known is not None and is_successful(known):
+            return known
+        return self._reader.verified(place, contents=False, segments=False)
+
     def _looked_at(self, place: BundlePlace) -> Checked:
         known = self._alone.get(place)
         return self._reader.verified(place, contents=False) if known is None else known
@@ -133,9 +175,7 @@ class Survey:
         return checked if changed is None else Failure(Fault(why=changed))
 
     def _condition(self, place: BundlePlace, checked: Checked) -> BundleCondition:
-        if place in self._doubtful:
-            return BundleCondition.UNKNOWN
-        if is_successful(checked):
-            return BundleCondition.WHOLE
-        transient = checked.failure().is_transient
-        return BundleCondition.UNKNOWN if transient else BundleCondition.DAMAGED
+        if not is_successful(checked) and not checked.failure().is_transient:
+            return BundleCondition.DAMAGED
+        certain = is_successful(checked) and place not in self._doubtful | self._passed_over
+        return BundleCondition.WHOLE if certain else BundleCondition.UNKNOWN

@@ -1,0 +1,285 @@
+"""Rows in TransferQueue, the distributed data plane over Ray: for runs over many machines.
+
+TransferQueue stores columns for a batch of keys; rows here may each have their own fields, dtypes
+and shapes. So a row travels as one column of bytes (safetensors), and comes back exactly.
+
+Rules kept here:
+
+1. All writes to a partition go through one `TransferQueueDataPlane`: it knows the revision of each
+   row, which is what lets `pin` cost nothing and be no remote call.
+2. TransferQueue has no copy on write, so writes to rows that a pin holds wait for its release. Rows
+   that came after the pin are not held up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import torch
+import transfer_queue
+from msgspec import Struct
+from rpds import HashTrieMap
+from safetensors.torch import load, save
+from tensordict import TensorDict
+
+from rollsync.shell.rollout.data_plane.protocol import PinnedRows, Row, StoredRow, Tags
+from rollsync.shell.rollout.errors import DataPlaneError
+
+_FIELD = "rollsync_row"
+_PRESENT = "rollsync_present"
+"""A tag that every row has, for TransferQueue lists a key by its tags."""
+
+
+class _Known(Struct, frozen=True):
+    """What this side knows of a row."""
+
+    tags: Tags
+    revision: int
+
+
+class TransferQueueDataPlane:
+    """A `DataPlane` over an initialized TransferQueue (`transfer_queue.init()`)."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, HashTrieMap[str, _Known]] = {}
+        self._revisions = itertools.count(1)
+        self._pins: set[_HeldRows] = set()
+        self._released = asyncio.Event()
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    async def put(
+        self,
+        partition_id: str,
+        rows: Mapping[str, Row],
+        *,
+        tags: Mapping[str, Tags] | None = None,
+    ) -> None:
+        """See `DataPlane.put`."""
+        tags = tags or {}
+        stray = [key for key in tags if key not in rows]
+        if stray:
+            raise DataPlaneError(
+                f"partition {partition_id}: tags for {_some(stray)}, which are not put",
+                remedy="give tags only for the keys of `rows`",
+            )
+        if not rows:
+            return
+        async with self._turn(partition_id, rows):
+            known = self._rows(partition_id)
+            held = await self._read(partition_id, [key for key in rows if key in known])
+            merged = {key: {**held.get(key, {}), **row} for key, row in rows.items()}
+            after = {
+                key: _Known(
+                    {**(known[key].tags if key in known else {}), **tags.get(key, {})},
+                    next(self._revisions),
+                )
+                for key in rows
+            }
+            await self._write(partition_id, merged, after)
+            self._known[partition_id] = known.update(after)
+
+    async def get(
+        self, partition_id: str, keys: Sequence[str], *, fields: Sequence[str] | None = None
+    ) -> dict[str, Row]:
+        """See `DataPlane.get`."""
+        self._require(partition_id, self._rows(partition_id), keys)
+        rows = await self._read(partition_id, keys)
+        if fields is None:
+            return rows
+        return {
+            key: {name: _field(row, name, key, partition_id) for name in fields}
+            for key, row in rows.items()
+        }
+
+    async def list_rows(self, partition_id: str) -> dict[str, Tags]:
+        """See `DataPlane.list_rows`. Rows that an earlier process has left are known from here."""
+        with _translated(partition_id):
+            listed = await transfer_queue.async_kv_list(partition_id)
+        known = self._rows(partition_id)
+        left = {
+            key: _Known(_own_tags(tags), next(self._revisions))
+            for key, tags in listed.get(partition_id, {}).items()
+            if key not in known
+        }
+        self._known[partition_id] = known.update(left)
+        return {key: dict(row.tags) for key, row in self._rows(partition_id).items()}
+
+    async def clear(self, partition_id: str, keys: Iterable[str]) -> None:
+        """See `DataPlane.clear`."""
+        wanted = tuple(dict.fromkeys(keys))
+        async with self._turn(partition_id, wanted):
+            known = self._rows(partition_id)
+            there = [key for key in wanted if key in known]
+            if not there:
+                return
+            with _translated(partition_id):
+                await transfer_queue.async_kv_clear(there, partition_id)
+            for key in there:
+                known = known.discard(key)
+            self._known[partition_id] = known
+
+    def pin(self, partition_id: str) -> PinnedRows:
+        """See `DataPlane.pin`.
+
+        Raises:
+            DataPlaneError: a write is under way: pin inside the barrier's cut, where none is.
+        """
+        if self._turns.setdefault(partition_id, asyncio.Lock()).locked():
+            raise DataPlaneError(
+                f"partition {partition_id}: a write is under way",
+                remedy="write rows inside barrier sections, and pin inside the cut",
+            )
+        held = _HeldRows(self, partition_id, self._rows(partition_id))
+        self._pins.add(held)
+        return held
+
+    def unpin(self, held: _HeldRows) -> None:
+        """Let writes go on that waited for `held`."""
+        self._pins.discard(held)
+        self._released.set()
+        self._released = asyncio.Event()
+
+    async def read_rows(self, partition_id: str, keys: Sequence[str]) -> dict[str, Row]:
+        """Rows that are known to be there."""
+        return await self._read(partition_id, keys)
+
+    def _rows(self, partition_id: str) -> HashTrieMap[str, _Known]:
+        nothing: HashTrieMap[str, _Known] = HashTrieMap()
+        return self._known.get(partition_id, nothing)
+
+    def _require(
+        self, partition_id: str, known: HashTrieMap[str, _Known], keys: Sequence[str]
+    ) -> None:
+        missing = [key for key in keys if key not in known]
+        if missing:
+            raise DataPlaneError(f"partition {partition_id} has no row {_some(missing)}")
+
+    @asynccontextmanager
+    async def _turn(self, partition_id: str, keys: Iterable[str]) -> AsyncIterator[None]:
+        """The right to write these keys: nobody else writes, and no pin holds any of them."""
+        wanted = tuple(keys)
+        turn = self._turns.setdefault(partition_id, asyncio.Lock())
+        while True:
+            while any(pin.holds(partition_id, wanted) for pin in self._pins):
+                await self._released.wait()
+            async with turn:
+                if not any(pin.holds(partition_id, wanted) for pin in self._pins):
+                    yield
+                    return
+
+    async def _write(
+        self, partition_id: str, rows: Mapping[str, Row], known: Mapping[str, _Known]
+    ) -> None:
+        payloads = [_bytes_of(row) for row in rows.values()]
+        column = torch.nested.as_nested_tensor(payloads, layout=torch.jagged)
+        with _translated(partition_id):
+            await transfer_queue.async_kv_batch_put(
+                keys=list(rows),
+                partition_id=partition_id,
+                fields=TensorDict({_FIELD: column}, batch_size=[len(payloads)]),
+                tags=[{_PRESENT: True, **known[key].tags} for key in rows],
+            )
+
+    async def _read(self, partition_id: str, keys: Sequence[str]) -> dict[str, Row]:
+        if not keys:
+            return {}
+        with _translated(partition_id):
+            got = await transfer_queue.async_kv_batch_get(
+                list(keys), partition_id, select_fields=[_FIELD]
+            )
+        payloads = got[_FIELD]
+        return {
+            key: load(payload.contiguous().numpy().tobytes())
+            for key, payload in zip(keys, payloads, strict=True)
+        }
+
+
+class _HeldRows:
+    """Rows of a moment: writes to them wait until they are released."""
+
+    def __init__(
+        self,
+        plane: TransferQueueDataPlane,
+        partition_id: str,
+        known: HashTrieMap[str, _Known],
+    ) -> None:
+        self._plane = plane
+        self._partition_id = partition_id
+        self._known: HashTrieMap[str, _Known] | None = known
+
+    def holds(self, partition_id: str, keys: Iterable[str]) -> bool:
+        known = self._known
+        return (
+            known is not None
+            and partition_id == self._partition_id
+            and any(key in known for key in keys)
+        )
+
+    def revisions(self, keys: Iterable[str]) -> dict[str, int]:
+        known = self._held()
+        return {key: known[key].revision for key in keys if key in known}
+
+    async def get(self, keys: Sequence[str]) -> dict[str, StoredRow]:
+        known = self._held()
+        missing = [key for key in keys if key not in known]
+        if missing:
+            raise DataPlaneError(f"partition {self._partition_id} had no row {_some(missing)}")
+        rows = await self._plane.read_rows(self._partition_id, keys)
+        return {
+            key: StoredRow(row, known[key].tags, known[key].revision) for key, row in rows.items()
+        }
+
+    def release(self) -> None:
+        if self._known is not None:
+            self._known = None
+            self._plane.unpin(self)
+
+    def _held(self) -> HashTrieMap[str, _Known]:
+        if self._known is None:
+            raise DataPlaneError(
+                f"partition {self._partition_id}: the pin is released",
+                remedy="read pinned rows before releasing them",
+            )
+        return self._known
+
+
+@contextmanager
+def _translated(partition_id: str) -> Iterator[None]:
+    """TransferQueue raises whatever its sockets and actors raise; here it is one family."""
+    try:
+        yield
+    except Exception as error:
+        raise DataPlaneError(
+            f"partition {partition_id}: TransferQueue failed: {type(error).__name__}: {error}",
+            remedy="look at its controller and storage actors; the run can be resumed",
+        ) from error
+
+
+def _own_tags(tags: Mapping[str, object]) -> Tags:
+    return {
+        name: value
+        for name, value in tags.items()
+        if name != _PRESENT and isinstance(value, (str, int, float, bool))
+    }
+
+
+def _bytes_of(row: Row) -> torch.Tensor:
+    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in row.items()}
+    return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+
+
+def _field(row: Row, name: str, key: str, partition_id: str) -> torch.Tensor:
+    tensor = row.get(name)
+    if tensor is None:
+        raise DataPlaneError(
+            f"partition {partition_id}: row {key} has no field {name}, it has {_some(sorted(row))}"
+        )
+    return tensor
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
