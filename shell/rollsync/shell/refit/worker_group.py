@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 
 import ray
 from ray import ObjectRef
-from ray.actor import ActorHandle
 
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 
-Actor: TypeAlias = "ActorHandle[Any]"
-"""A handle whose methods are called by name: which class it is of, the caller knows."""
+Actor: TypeAlias = object
+"""A Ray actor's handle, whose methods are called by name: which class it is of, the caller knows.
+(What `ray.remote(Worker).remote()` answers has no one type that says so.)"""
 
 
 _NO_KWARGS: Mapping[str, object] = MappingProxyType({})

@@ -11,9 +11,9 @@ import logging
 import os
 import signal
 from pathlib import Path
-from typing import cast
 
 import ray
+from ray.actor import ActorProxy
 from ray.exceptions import RayError
 
 from rollsync.pure.config import MasterConfig
@@ -184,10 +184,10 @@ async def _run_until_stopped(controller: RolloutController, sync: Synchronizer) 
     return outcome
 
 
-def _start_actors(config: MasterConfig) -> tuple[Actor, list[Actor]]:
+def _start_actors(config: MasterConfig) -> tuple[ActorProxy[GrpoPolicyWorker], list[Actor]]:
     """The trainer and the engines, each in its own process."""
     workers = 1 + config.generation.engines
-    policy = _handle(ray.remote(GrpoPolicyWorker).remote(config, workers_on_host=workers))
+    policy = ray.remote(GrpoPolicyWorker).remote(config, workers_on_host=workers)
     make = _torch_engine if config.generation.backend == "torch" else _vllm_engine
     return policy, [make(config, workers) for _ in range(config.generation.engines)]
 
@@ -195,12 +195,10 @@ def _start_actors(config: MasterConfig) -> tuple[Actor, list[Actor]]:
 def _torch_engine(config: MasterConfig, workers_on_host: int) -> Actor:
     from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 
-    return _handle(
-        ray.remote(TorchGenerationWorker).remote(
-            config.model.path,
-            workers_on_host=workers_on_host,
-            threads=1 if config.run.deterministic else 0,
-        )
+    return ray.remote(TorchGenerationWorker).remote(
+        config.model.path,
+        workers_on_host=workers_on_host,
+        threads=1 if config.run.deterministic else 0,
     )
 
 
@@ -217,12 +215,7 @@ def _vllm_engine(config: MasterConfig, workers_on_host: int) -> Actor:
         "dtype": "float32",
         "seed": config.run.seed,
     }
-    return _handle(actor.remote(config.model.path, options))
-
-
-def _handle(made: object) -> Actor:
-    """A handle whose methods are called by name. Ray types the call that makes it more loosely."""
-    return cast("Actor", made)
+    return actor.remote(config.model.path, options)
 
 
 def _offline(environment: os._Environ[str]) -> dict[str, str]:
