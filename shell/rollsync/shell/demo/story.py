@@ -7,6 +7,7 @@ from the run directory, never remembered.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -95,10 +96,8 @@ class RunningChild:
         self._process.wait()
         for pid in started[1:]:
             # What had left the group (Ray's daemons do): it must not outlive the run either.
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self._await_gone(started)
         return len(started)
 

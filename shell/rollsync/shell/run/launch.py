@@ -135,33 +135,11 @@ def run_config(config: MasterConfig, *, listener: JournalListener | None = None)
         configure_logging=False,
     )
     try:
-        policy, engines = _start_actors(config)
-        trainer = GrpoTrainerClient(policy)
-        generation = GenerationGroup(engines)
-        sync = Synchronizer(
-            CheckpointEngineWeightSynchronizer(
-                PolicyGroup([policy]),
-                generation,
-                {
-                    "backend": config.checkpoint_engine.backend,
-                    "update_weights_bucket_memory_ratio": (
-                        config.checkpoint_engine.update_weights_bucket_memory_ratio
-                    ),
-                    "engine_kwargs": config.checkpoint_engine.engine_kwargs,
-                },
-            )
-        )
+        sync, clients = _connect(config, tokenizer, dataset)
         controller = RolloutController(
             config,
             sampler=sampler,
-            clients=RunClients(
-                trainer=trainer,
-                load_trainer=trainer.load,
-                generation=EngineClient(generation, end_token_id=tokenizer.end_token_id),
-                sync=sync,
-                codec=tokenizer,
-                verifier=dataset,
-            ),
+            clients=clients,
             dataloader=PromptDataloader(dataset, max_epochs=config.data.max_epochs),
             plane=InProcessDataPlane(),
             archive=store,
@@ -172,6 +150,37 @@ def run_config(config: MasterConfig, *, listener: JournalListener | None = None)
     finally:
         journal.close()
         ray.shutdown()
+
+
+def _connect(
+    config: MasterConfig, tokenizer: PolicyTokenizer, dataset: ReasoningGymDataset
+) -> tuple[Synchronizer, RunClients]:
+    """The actors of a run, as the controller works with them."""
+    policy, engines = _start_actors(config)
+    trainer = GrpoTrainerClient(policy)
+    generation = GenerationGroup(engines)
+    sync = Synchronizer(
+        CheckpointEngineWeightSynchronizer(
+            PolicyGroup([policy]),
+            generation,
+            {
+                "backend": config.checkpoint_engine.backend,
+                "update_weights_bucket_memory_ratio": (
+                    config.checkpoint_engine.update_weights_bucket_memory_ratio
+                ),
+                "engine_kwargs": config.checkpoint_engine.engine_kwargs,
+            },
+        )
+    )
+    clients = RunClients(
+        trainer=trainer,
+        load_trainer=trainer.load,
+        generation=EngineClient(generation, end_token_id=tokenizer.end_token_id),
+        sync=sync,
+        codec=tokenizer,
+        verifier=dataset,
+    )
+    return sync, clients
 
 
 async def _run_until_stopped(controller: RolloutController, sync: Synchronizer) -> RunOutcome:
