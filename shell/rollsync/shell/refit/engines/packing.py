@@ -7,7 +7,7 @@ the announcements as it comes (order, offsets, coverage), before any byte of it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,31 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+class TypedBuffer:
+    """A bucket's bytes as tensors of any dtype.
+
+    The view of all of it in a dtype is made once: it costs more than all else about a small tensor.
+
+    Args:
+        buffer: `(bucket_bytes,)` uint8; bucket_bytes is a multiple of every element size.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+
+    def tensor(
+        self, dtype: torch.dtype, shape: Sequence[int], start: int, end: int
+    ) -> torch.Tensor:
+        """The bytes from `start` to `end` as they lie, of that dtype and shape."""
+        view = self._views.get(dtype)
+        if view is None:
+            view = self._views[dtype] = self.buffer.view(dtype)
+        size = dtype.itemsize
+        flat = view[start // size : end // size]
+        return flat if len(shape) == 1 else flat.view(shape)
+
+
 @dataclass(frozen=True)
 class Part:
     """One chunk of one tensor, to be copied into its bucket."""
@@ -55,15 +80,16 @@ class Part:
     piece: Piece
     tensor: torch.Tensor
 
-    def copy_into(self, buffer: torch.Tensor) -> None:
-        """Copy the chunk's bytes to its offset in `buffer`, `(bucket_bytes,)` uint8."""
+    def copy_into(self, bucket: TypedBuffer) -> None:
+        """Copy the chunk's bytes to its offset in its bucket."""
         if not self.piece.chunk_bytes:
             return
-        start = self.piece.offset
-        target = buffer[start : start + self.piece.chunk_bytes]
-        if self.piece.chunk_bytes == self.tensor.nbytes:
-            target.view(self.tensor.dtype).view(self.tensor.shape).copy_(self.tensor)
+        tensor, start = self.tensor, self.piece.offset
+        end = start + self.piece.chunk_bytes
+        if self.piece.chunk_bytes == tensor.nbytes:
+            bucket.tensor(tensor.dtype, tensor.shape, start, end).copy_(tensor)
             return
+        target = bucket.buffer[start:end]
         flat = self.tensor.contiguous().view(-1).view(torch.uint8)
         begin = self.piece.chunk_offset
         target.copy_(flat[begin : begin + self.piece.chunk_bytes])
@@ -124,6 +150,7 @@ class StreamUnpacker:
         self._cursor = Cursor()
         self._names: set[str] = set()
         self._unfinished: _Unfinished | None = None
+        self._assembly = _Assembly()
         self.tensors = 0
         self.payload_bytes = 0
 
@@ -134,9 +161,8 @@ class StreamUnpacker:
             StreamError: the pieces are not those that the packing rules put there.
         """
         whole: Batch = []
+        typed = TypedBuffer(buffer)
         for piece in pieces:
-            start = piece.offset
-            content = buffer[start : start + piece.chunk_bytes]
             if piece.chunk_offset == 0:
                 self._begin(piece)
             unfinished = self._unfinished
@@ -145,7 +171,7 @@ class StreamUnpacker:
                     f"tensor {piece.name!r}: a chunk at byte {piece.chunk_offset} of bucket"
                     f" {bucket} is out of place"
                 )
-            done = unfinished.take(content)
+            done = unfinished.take(typed)
             if done is not None:
                 self._unfinished = None
                 self.tensors += 1
@@ -166,15 +192,16 @@ class StreamUnpacker:
         self.check_complete()
         self._names.add(piece.name)
         self._cursor, chunks = place_tensor(self._cursor, spec, self._bucket_bytes)
-        self._unfinished = _Unfinished(spec, chunks)
+        self._unfinished = _Unfinished(spec, chunks, self._assembly)
 
 
 class _Unfinished:
     """A tensor of which chunks are still to come, where the packing rules put them."""
 
-    def __init__(self, spec: TensorSpec, chunks: tuple[Chunk, ...]) -> None:
+    def __init__(self, spec: TensorSpec, chunks: tuple[Chunk, ...], assembly: _Assembly) -> None:
         self.spec = spec
         self._chunks = chunks
+        self._assembly = assembly
         self._taken = 0
         self._assembled: torch.Tensor | None = None
 
@@ -188,19 +215,41 @@ class _Unfinished:
             and chunk == Chunk(bucket, piece.offset, piece.chunk_offset, piece.chunk_bytes)
         )
 
-    def take(self, content: torch.Tensor) -> torch.Tensor | None:
-        """The tensor, if `content` was its last chunk."""
+    def take(self, bucket: TypedBuffer) -> torch.Tensor | None:
+        """The tensor, if its next chunk, which lies in `bucket`, is its last."""
         chunk = self._chunks[self._taken]
         self._taken += 1
         dtype = dtype_of(self.spec.dtype)
         if len(self._chunks) == 1:
             if not chunk.chunk_bytes:
                 return torch.empty(self.spec.shape, dtype=dtype)
-            return content.view(dtype).view(self.spec.shape)
+            end = chunk.offset + chunk.chunk_bytes
+            return bucket.tensor(dtype, self.spec.shape, chunk.offset, end)
         if self._assembled is None:
-            self._assembled = torch.empty(self.spec.tensor_bytes, dtype=torch.uint8)
+            self._assembled = self._assembly.memory(self.spec.tensor_bytes)
         end = chunk.chunk_offset + chunk.chunk_bytes
-        self._assembled[chunk.chunk_offset : end].copy_(content)
+        self._assembled[chunk.chunk_offset : end].copy_(
+            bucket.buffer[chunk.offset : chunk.offset + chunk.chunk_bytes]
+        )
         if self._taken < len(self._chunks):
             return None
         return self._assembled.view(dtype).view(self.spec.shape)
+
+
+class _Assembly:
+    """Memory to put chunks together in, used again and again: new pages cost as much as a copy.
+
+    A tensor is begun while the one before it, whose last chunk came with the same bucket, is still
+    to be loaded; the one before that is loaded. So two memories take turns.
+    """
+
+    def __init__(self) -> None:
+        self._current = torch.empty(0, dtype=torch.uint8)
+        self._previous = torch.empty(0, dtype=torch.uint8)
+
+    def memory(self, size: int) -> torch.Tensor:
+        """`(size,)` uint8, until the second call after this."""
+        self._current, self._previous = self._previous, self._current
+        if len(self._current) < size:
+            self._current = torch.empty(size, dtype=torch.uint8)
+        return self._current[:size]

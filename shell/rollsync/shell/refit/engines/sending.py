@@ -30,7 +30,7 @@ from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, pr
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused
 from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.memory import bucket_checksum
-from rollsync.shell.refit.engines.packing import StreamPacker
+from rollsync.shell.refit.engines.packing import StreamPacker, TypedBuffer
 
 
 class Receiver(Struct, frozen=True, kw_only=True):
@@ -84,6 +84,7 @@ class SendingStream:
             for receiver in receivers:
                 self._channels.append(await self._connect(receiver))
             self._released = [-1] * len(self._channels)
+            typed = [TypedBuffer(buffer) for buffer in self._memory.buffers]
             self._enter("made the weights")
             for name, tensor in weights:
                 self._enter("packed", name)
@@ -92,7 +93,7 @@ class SendingStream:
                         await self._announce()
                         await self._begin_bucket(part.bucket)
                         self._enter("packed", name)
-                    part.copy_into(self._memory.buffers[part.bucket % len(self._memory.buffers)])
+                    part.copy_into(typed[part.bucket % len(typed)])
                     self._pieces.append(part.piece)
                     self._filled_bytes = part.piece.offset + part.piece.chunk_bytes
                 self._enter("made the weights")
