@@ -22,6 +22,7 @@ from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.cadence import cadence_warnings
 from rollsync.pure.rollout.checkpointing import (
     CheckpointKind,
+    RolloutCheckpointAttemptReason,
     RolloutCheckpointOutcome,
     RolloutCheckpointSaveResult,
 )
@@ -49,7 +50,7 @@ from rollsync.shell.rollout.prompts import PromptDataloader
 from rollsync.shell.rollout.replay_buffer import TQReplayBuffer
 from rollsync.shell.rollout.restore import RestoredRollout, RolloutRestorer
 from rollsync.shell.rollout.rollout_pump import RolloutPump
-from rollsync.shell.rollout.snapshot_pump import SnapshotPump
+from rollsync.shell.rollout.snapshot_pump import PASSES_SOON, RETRY_S, SnapshotPump
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 from rollsync.shell.rollout.trace import RolloutTraceRecorder
 from rollsync.shell.rollout.train_pump import TrainPump
@@ -224,7 +225,7 @@ class RolloutController:
             if training.done():
                 why, completed = training.result(), True
             elif asked.done():
-                why, completed = await self._save_last(), False
+                why, completed = await self._save_last(training), False
             else:
                 why, completed = "the deadline to save by has come", False
             snapshots_stop.set()
@@ -232,9 +233,18 @@ class RolloutController:
                 task.cancel()
         return why, completed
 
-    async def _save_last(self) -> str:
-        result = await self._snapshotter.save_rollout_snapshot(force=True)
-        return f"asked to stop; last snapshot: {result.reason}"
+    async def _save_last(self, training: asyncio.Task[str]) -> str:
+        """Save before stopping; how that ended. Steps that have no checkpoint to put a snapshot
+        under get one as soon as the step that is being trained is done."""
+        while True:
+            result = await self._snapshotter.save_rollout_snapshot(force=True)
+            if result.reason is RolloutCheckpointAttemptReason.MISSING_TRAINER_ANCHOR:
+                self._training.stop_after_step()
+                await asyncio.wait((training,))
+                return training.result()
+            if result.reason not in PASSES_SOON:
+                return f"asked to stop; last snapshot: {result.reason}"
+            await asyncio.sleep(RETRY_S)
 
     async def _restore(self) -> RestoredRollout | None:
         restored = await self._restorer.restore()
@@ -255,7 +265,9 @@ class RolloutController:
         version = self._clients.trainer.trainer_version
         return replace(self.cell.state.progress, train_steps=version, trainer_version=version)
 
-    def _saved(self, kind: CheckpointKind, result: RolloutCheckpointSaveResult) -> None:
+    def _saved(
+        self, kind: CheckpointKind, train_steps: int, result: RolloutCheckpointSaveResult
+    ) -> None:
         if result.reason.outcome is RolloutCheckpointOutcome.SKIPPED:
             return
         pause_s = self.barrier.take_telemetry().longest_checkpoint_hold_s
@@ -264,7 +276,7 @@ class RolloutController:
                 what=kind.value,
                 saved=result.saved,
                 reason=result.reason.value,
-                train_steps=self.cell.state.progress.train_steps,
+                train_steps=train_steps,
                 pause_ms=pause_s * 1e3,
             )
         )

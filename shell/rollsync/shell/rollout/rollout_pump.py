@@ -9,6 +9,7 @@ replacement).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from hashlib import sha256
 
 import torch
@@ -52,7 +53,7 @@ from rollsync.shell.rollout.clients import (
     Verifier,
 )
 from rollsync.shell.rollout.data_plane import Row
-from rollsync.shell.rollout.errors import RolloutTransitionError
+from rollsync.shell.rollout.errors import DataPlaneError, RolloutTransitionError
 from rollsync.shell.rollout.parts import RolloutParts
 from rollsync.shell.rollout.prompts import PromptDataloader
 from rollsync.shell.rollout.waiting import ChangeSignal
@@ -316,29 +317,38 @@ class RolloutPump:
         record = self._record(group_id)
         if record is None or record.status is not PromptGroupStatus.READY_TO_FINALIZE:
             return
-        rows = await self._parts.buffer.staged_rows_of(group_id)
+        try:
+            rows = await self._parts.buffer.staged_rows_of(group_id)
+            await self._publish_rows(record, rows, prompt)
+        except (DataPlaneError, RolloutTransitionError):
+            # Dropped meanwhile, and its rows cleared.
+            if self._record(group_id) is not None:
+                raise
+            return
+        await self._parts.buffer.clear_retired()
+
+    async def _publish_rows(
+        self,
+        record: PromptGroupRecoveryRecord,
+        rows: Sequence[dict[str, torch.Tensor]],
+        prompt: tuple[int, ...],
+    ) -> None:
         rewards = tuple(
             FinalizedReward(sibling_index=sibling.index, reward=sibling.attempts[-1].reward or 0.0)
             for sibling in record.siblings
         )
         lengths = [len(row["token_ids"]) for row in rows]
-        try:
-            await self._parts.buffer.publish(
-                group_id,
-                rows,
-                lengths=lengths,
-                end_weight_version=max(int(row["weight_version"]) for row in rows),
-                metrics={
-                    "mean_reward": sum(each.reward for each in rewards) / len(rewards),
-                    "mean_completion_tokens": sum(lengths) / len(lengths) - len(prompt),
-                },
-                rewards=rewards,
-            )
-        except RolloutTransitionError:
-            if self._record(group_id) is not None:
-                raise
-            return
-        await self._parts.buffer.clear_retired()
+        await self._parts.buffer.publish(
+            record.group_id,
+            rows,
+            lengths=lengths,
+            end_weight_version=max(int(row["weight_version"]) for row in rows),
+            metrics={
+                "mean_reward": sum(each.reward for each in rewards) / len(rewards),
+                "mean_completion_tokens": sum(lengths) / len(lengths) - len(prompt),
+            },
+            rewards=rewards,
+        )
 
     async def drop(self, group_id: str, reason: DropReason) -> None:
         """Drop a group, if it is still there, and clear its rows."""

@@ -19,10 +19,10 @@ from rollsync.pure.rollout.checkpointing import (
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 
-_RETRY_S = 0.05
+RETRY_S = 0.05
 """Between attempts: an optimizer commit takes about as long."""
 
-_PASSES_SOON = (
+PASSES_SOON = (
     RolloutCheckpointAttemptReason.OPTIMIZER_COMMIT_IN_PROGRESS,
     RolloutCheckpointAttemptReason.TRAINER_STATE_CHANGED,
 )
@@ -89,7 +89,7 @@ class SnapshotPump:
         while True:
             result = await self._snapshotter.save_rollout_snapshot()
             self._judge(result)
-            if result.reason not in _PASSES_SOON or await _is_set_within(stop, _RETRY_S):
+            if result.reason not in PASSES_SOON or await _is_set_within(stop, RETRY_S):
                 return
 
     async def _save_last(self, stop: asyncio.Event) -> None:
@@ -101,10 +101,10 @@ class SnapshotPump:
                 if result.reason is RolloutCheckpointAttemptReason.INVARIANT_ERROR:
                     self._judge(result)
                 hopeless = result.reason is RolloutCheckpointAttemptReason.MISSING_TRAINER_ANCHOR
-                too_late = deadline_s is not None and self._now_s() + _RETRY_S >= deadline_s
+                too_late = deadline_s is not None and self._now_s() + RETRY_S >= deadline_s
                 if result.saved or hopeless or too_late:
                     return
-                if await _is_set_within(stop, _RETRY_S):
+                if await _is_set_within(stop, RETRY_S):
                     return
         finally:
             self.deadline_reached.set()

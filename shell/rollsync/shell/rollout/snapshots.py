@@ -48,7 +48,8 @@ _logger = logging.getLogger(__name__)
 WriteTrainerFiles = Callable[[Path], Awaitable[None]]
 """Writes the trainer's own files into the unpublished checkpoint directory."""
 
-SaveListener = Callable[[CheckpointKind, RolloutCheckpointSaveResult], None]
+SaveListener = Callable[[CheckpointKind, int, RolloutCheckpointSaveResult], None]
+"""Told of each attempt: what was to be saved, after how many steps, and how it ended."""
 
 Reason = RolloutCheckpointAttemptReason
 Outcome = RolloutCheckpointOutcome
@@ -210,7 +211,7 @@ class RolloutSnapshotter(_UsesRolloutParts):
         prepared = await self._writer.prepare(cut, pinned, attempt.kind)
         if attempt.write_trainer_files is not None:
             await attempt.write_trainer_files(draft.path)
-            if self._cell.state.progress != cut.state.progress:
+            if not _same_weights(self._cell.state, cut.state):
                 raise _Skipped(Reason.TRAINER_STATE_CHANGED)
 
         def published(written: WrittenBundle) -> None:
@@ -235,7 +236,7 @@ class RolloutSnapshotter(_UsesRolloutParts):
         async with self._barrier.checkpoint() as exclusive:
             state, before = self._cell.state, attempt.before
             window_open = state.open_step is not None and state.open_step.optimizer_commit_open
-            if window_open or state.progress != before.progress:
+            if window_open or not _same_weights(state, before):
                 raise _Skipped(Reason.TRAINER_STATE_CHANGED)
             pinned = self._dp_client.pin(self._partition_id)
             cut = Cut(state=state, mutation_version=exclusive.mutation_version)
@@ -296,5 +297,12 @@ class RolloutSnapshotter(_UsesRolloutParts):
         self._log_metrics(metrics)
         result = RolloutCheckpointSaveResult(saved=written is not None, reason=reason)
         if self._tell_ended is not None:
-            self._tell_ended(attempt.kind, result)
+            self._tell_ended(attempt.kind, attempt.before.progress.train_steps, result)
         return result
+
+
+def _same_weights(one: RolloutState, other: RolloutState) -> bool:
+    """Whether no step was trained in between. (The epoch may have turned: prompts are handed out
+    at any time, also while a checkpoint is written.)"""
+    now, then = one.progress, other.progress
+    return (now.train_steps, now.trainer_version) == (then.train_steps, then.trainer_version)

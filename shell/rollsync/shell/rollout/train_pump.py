@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from rollsync.pure.config import MasterConfig
+from rollsync.pure.rollout.checkpointing import RolloutCheckpointSaveResult
 from rollsync.pure.rollout.decisions import NothingLeft, Selection, SkipStep, TrainBatch, Wait
 from rollsync.pure.rollout.events import OptimizerCommitOpened, StepCommitted
 from rollsync.pure.rollout.sampler import next_stale_drop
-from rollsync.pure.rollout.state import ReplayGroup
+from rollsync.pure.rollout.state import ReplayGroup, RolloutState
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo import StepMetrics, TrainingRow
 from rollsync.shell.journal import Journal, StepClaimed, StepTrained, WeightsSynced
@@ -28,7 +29,7 @@ from rollsync.shell.rollout.waiting import ChangeSignal
 
 
 class CheckpointFailed(RollsyncError):
-    """A trainer checkpoint could not be saved, so that steps would be lost by going on."""
+    """A checkpoint could not be saved, so that steps would be lost by going on."""
 
 
 class TrainPump:
@@ -65,17 +66,25 @@ class TrainPump:
         self._snapshotter = snapshotter
         self._changes = changes
         self._journal = journal
+        self._stopping = False
+        self._saved: RolloutState | None = None
+        """What the newest checkpoint holds, or what this process began with."""
+
+    def stop_after_step(self) -> None:
+        """Have `run` return before it claims another batch, with the last step checkpointed."""
+        self._stopping = True
+        self._changes.notify()
 
     async def run(self) -> str:
-        """Pump to the end; why it ended."""
-        began_at = self._parts.runtime_state.state.progress.train_steps
+        """Pump to the end, or until told to stop; why it ended."""
+        self._saved = self._parts.runtime_state.state
         while self._parts.runtime_state.state.progress.train_steps < self._config.grpo.max_steps:
             selection = await self._next_batch()
+            if selection is None:
+                await self._checkpoint_if(self._has_unsaved_steps())
+                return "asked to stop"
             if isinstance(selection, NothingLeft):
-                # A step at which this process began has its checkpoint (or, before the first,
-                # its anchor) already.
-                step = self._parts.runtime_state.state.progress.train_steps
-                await self._checkpoint_if(step > began_at and not self._is_due())
+                await self._save_the_end()
                 return "the prompts are used up"
             if isinstance(selection, TrainBatch):
                 await self._train(selection)
@@ -100,10 +109,26 @@ class TrainPump:
             )
         )
 
-    async def _next_batch(self) -> TrainBatch | SkipStep | NothingLeft:
-        """Drop what is stale and claim the next batch, waiting until there is one."""
+    def _has_unsaved_steps(self) -> bool:
+        assert self._saved is not None
+        now = self._parts.runtime_state.state.progress.train_steps
+        return now > self._saved.progress.train_steps
+
+    async def _save_the_end(self) -> None:
+        """Save what happened since the last checkpoint: steps, or prompts that were only dropped.
+
+        A step at which this process began has its checkpoint (or, before the first, its anchor).
+        """
+        if self._has_unsaved_steps():
+            await self._checkpoint_if(True)
+        elif self._parts.runtime_state.state is not self._saved:
+            self._require(await self._snapshotter.save_rollout_snapshot(force=True))
+
+    async def _next_batch(self) -> TrainBatch | SkipStep | NothingLeft | None:
+        """Drop what is stale and claim the next batch, waiting until there is one. None: the pump
+        is to stop."""
         cell = self._parts.runtime_state
-        while True:
+        while not self._stopping:
             seen = self._changes.version
             await self._drop_stale()
             async with self._parts.data_plane_barrier.mutation(
@@ -120,6 +145,7 @@ class TrainPump:
                     return selection
                 case Wait():
                     await self._changes.wait_past(seen)
+        return None
 
     async def _drop_stale(self) -> None:
         sampler, cell = self._parts.sampler, self._parts.runtime_state
@@ -182,10 +208,13 @@ class TrainPump:
     async def _checkpoint_if(self, wanted: bool) -> None:
         if not wanted:
             return
-        result = await self._snapshotter.save_trainer_checkpoint(self._trainer.save)
+        self._saved = self._parts.runtime_state.state
+        self._require(await self._snapshotter.save_trainer_checkpoint(self._trainer.save))
+
+    def _require(self, result: RolloutCheckpointSaveResult) -> None:
         if not result.saved:
             raise CheckpointFailed(
-                f"the trainer checkpoint failed ({result.reason}): {self._snapshotter.last_error}",
+                f"the checkpoint failed ({result.reason}): {self._snapshotter.last_error}",
                 remedy="make room or repair the file system, then start the run again:"
                 " it resumes from the newest save",
             ) from self._snapshotter.last_error

@@ -1,0 +1,176 @@
+"""Situations in which runs of this kind have gone wrong, each with a real run."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from rollsync.pure.rollout.order import HandOutPlace
+from rollsync.pure.rollout.sampler import InOrderSampler, WindowedSampler
+from rollsync.pure.rollout.state import Dropped, DropReason, RolloutState
+from rollsync.shell.journal import Finished, PromptDropped, Resumed, Saved, StepTrained
+from tests.shell.run.child import ENDED, STOPPED, Moment, Order
+from tests.shell.run.runs import (
+    KILLED,
+    STEPS,
+    Children,
+    closed_account,
+    entries_of,
+    run_to_the_end,
+    small_config,
+    write_file,
+)
+
+POISON = 5
+
+
+def prompt_id(position: int) -> str:
+    return HandOutPlace(epoch=0, position=position).prompt_id
+
+
+def assert_dropped(state: RolloutState, position: int) -> None:
+    outcome = state.outcomes[prompt_id(position)]
+    assert isinstance(outcome, Dropped)
+    assert outcome.reason is DropReason.UNRECOVERABLE
+
+
+def test_a_dataset_that_does_not_divide_into_batches_is_trained_whole(
+    children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    config = replace(
+        config, data=replace(config.data, size=7), grpo=replace(config.grpo, max_steps=20)
+    )
+    order = Order(config=write_file(config), moment=Moment(kind="StepTrained", count=3))
+    assert children.run(order) == KILLED
+    run_to_the_end(children, config)
+    state, _ = closed_account(config)
+    assert state.progress.train_steps == 4
+    run_to_the_end(children, config)
+    assert closed_account(config)[0] == state
+
+
+def test_the_epoch_turns_across_a_kill(
+    children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    config = replace(config, data=replace(config.data, size=5, max_epochs=3))
+    file = write_file(config)
+    for count in (2, 2):
+        order = Order(config=file, moment=Moment(kind="StepTrained", count=count))
+        assert children.run(order) == KILLED
+    assert children.run(Order(config=file)) == ENDED
+    state, audit = closed_account(config)
+    assert state.progress.train_steps == STEPS
+    assert audit.trained_once == 2 * STEPS
+    epochs = Counter(name.partition("-")[0] for name in state.outcomes)
+    assert epochs == {"e0": 5, "e1": 5, "e2": 2}
+
+
+@pytest.mark.parametrize("sampler", [InOrderSampler(), WindowedSampler()], ids=["order", "window"])
+def test_a_prompt_that_never_works_is_dropped_also_across_resumes(
+    sampler: InOrderSampler | WindowedSampler,
+    children: Children,
+    tmp_path: Path,
+    model_path: Path,
+) -> None:
+    config = replace(small_config(tmp_path / "run", model_path), sampler=sampler)
+    file = write_file(config)
+    for moment in (Moment(kind="StepClaimed", count=2), Moment(kind="Saved", count=2)):
+        order = Order(config=file, moment=moment, poison_position=POISON)
+        assert children.run(order) == KILLED
+    run_to_the_end(children, config, poison_position=POISON)
+    state, _ = closed_account(config)
+    assert_dropped(state, POISON)
+    told = [entry for entry in entries_of(config) if isinstance(entry, PromptDropped)]
+    assert (prompt_id(POISON), "unrecoverable") in [(each.prompt_id, each.reason) for each in told]
+
+
+def test_prompts_that_are_dropped_last_are_saved_as_dropped(
+    children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    """Nothing is trained after them, so that no step's checkpoint says what became of them."""
+    config = small_config(tmp_path / "run", model_path)
+    config = replace(
+        config,
+        data=replace(config.data, size=5),
+        grpo=replace(config.grpo, max_steps=20),
+        checkpointing=replace(config.checkpointing, snapshot_interval_s=1000.0),
+        sampler=WindowedSampler(max_staleness_versions=9),
+    )
+    run_to_the_end(children, config, poison_position=4)
+    state, _ = closed_account(config)
+    assert_dropped(state, 4)
+    assert state.progress.train_steps == 2
+
+
+def test_a_spare_takes_the_place_of_a_dropped_prompt(
+    children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    config = replace(
+        config,
+        data=replace(config.data, size=13),
+        recovery=replace(config.recovery, replacement_reserve=2),
+    )
+    order = Order(
+        config=write_file(config),
+        moment=Moment(kind="StepTrained", count=2),
+        poison_position=POISON,
+    )
+    assert children.run(order) == KILLED
+    run_to_the_end(children, config, poison_position=POISON)
+    state, audit = closed_account(config)
+    assert state.progress.train_steps == STEPS
+    assert audit.trained_once == 2 * STEPS
+
+
+@pytest.mark.parametrize("kind", ["Resumed", "StepClaimed", "StepTrained", "WeightsSynced"])
+def test_a_run_that_is_asked_to_stop_saves_and_can_be_resumed(
+    kind: str, children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    config = replace(
+        config, checkpointing=replace(config.checkpointing, snapshot_interval_s=1000.0)
+    )
+    moment = Moment(kind=kind, count=1, signal=signal.SIGTERM.value)
+    assert children.run(Order(config=write_file(config), moment=moment)) == STOPPED
+    entries = entries_of(config)
+    assert isinstance(entries[-1], Finished)
+    saves = [entry for entry in entries if isinstance(entry, Saved)]
+    assert saves[-1].saved
+    closed_account(config)
+    run_to_the_end(children, config)
+    resumed = [entry for entry in entries_of(config) if isinstance(entry, Resumed)]
+    assert resumed[-1].source is not None
+    assert (Path(config.run.directory) / resumed[-1].source).is_dir()
+
+
+@pytest.mark.parametrize("kind", ["StepClaimed", "StepTrained"])
+def test_a_run_that_is_asked_to_stop_between_checkpoints_loses_no_step(
+    kind: str, children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    rare = replace(config.checkpointing, snapshot_interval_s=1000.0, trainer_every_steps=100)
+    config = replace(config, checkpointing=rare)
+    moment = Moment(kind=kind, count=2, signal=signal.SIGTERM.value)
+    assert children.run(Order(config=write_file(config), moment=moment)) == STOPPED
+    run_to_the_end(children, config)
+    _, audit = closed_account(config)
+    assert audit.thrown_away_steps == 0
+
+
+def test_a_whole_batch_ready_at_the_resume_is_trained_at_once(
+    children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    """And generation goes on beside it: nobody waits for the other."""
+    config = small_config(tmp_path / "run", model_path)
+    moment = Moment(kind="StepClaimed", count=2, signal=signal.SIGTERM.value)
+    assert children.run(Order(config=write_file(config), moment=moment)) == STOPPED
+    run_to_the_end(children, config)
+    steps = [entry.step for entry in entries_of(config) if isinstance(entry, StepTrained)]
+    assert set(steps) == set(range(1, STEPS + 1))
