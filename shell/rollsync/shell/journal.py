@@ -3,11 +3,13 @@
 It is evidence, not state: a resume never reads it. The account of a finished run compares it with
 the state on disk, two records made by different code.
 
-Rule kept here: a line is written after what it reports has happened.
+Rule kept here: a line is written after what it reports has happened, and stays as it was written;
+only half a line, which a killed process leaves, is taken back by the next.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import IO
 
 import msgspec
 from msgspec import Struct
+
+from rollsync.shell.errors import RollsyncError
 
 
 class Resumed(Struct, frozen=True, kw_only=True, tag="resumed"):
@@ -99,6 +103,14 @@ JournalListener = Callable[[JournalEntry], None]
 
 _decoder = msgspec.json.Decoder(JournalLine)
 
+_LINE_END = b"\n"
+_TAIL_BYTES = 65536
+"""How much is read at a time to find the last whole line."""
+
+
+class JournalDamaged(RollsyncError):
+    """A journal has a line that no journal has."""
+
 
 class Journal:
     """Appends to the journal file and tells whoever listens.
@@ -109,10 +121,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = path.open("ab")
-        if self._file.tell() and not _ends_whole(path):
-            # A killed process left half a line: end it, so that only it is lost.
-            self._file.write(b"\n")
+        self._file: IO[bytes] = path.open("a+b")
+        _remove_half_line(self._file)
         self._listeners: list[JournalListener] = []
 
     def listen(self, listener: JournalListener) -> None:
@@ -122,7 +132,7 @@ class Journal:
     def write(self, entry: JournalEntry) -> None:
         """Append one line."""
         line = JournalLine(at_s=time.time(), entry=entry)
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.write(msgspec.json.encode(line) + _LINE_END)
         self._file.flush()
         for listener in self._listeners:
             listener(entry)
@@ -133,19 +143,41 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[JournalEntry]:
-    """The entries of a journal, oldest first. A half-written line of a killed process is left out;
-    nothing that happened is missing before it."""
+    """The entries of a journal, oldest first; none if there is no such file.
+
+    A last line without its end is left out: it is being written, or its writer was killed.
+
+    Raises:
+        JournalDamaged: a whole line says nothing that a journal says.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            try:
-                yield _decoder.decode(line).entry
-            except msgspec.MsgspecError:
-                continue
+        for number, line in enumerate(file, start=1):
+            if line.endswith(_LINE_END):
+                yield _entry(path, number, line)
 
 
-def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
+def _entry(path: Path, number: int, line: bytes) -> JournalEntry:
+    try:
+        return _decoder.decode(line).entry
+    except msgspec.MsgspecError as error:
+        raise JournalDamaged(
+            f"{path}, line {number}: {error}",
+            remedy="the run itself needs no journal; to account for it, mend or remove the line",
+        ) from error
+
+
+def _remove_half_line(file: IO[bytes]) -> None:
+    """Cut off what a killed process had begun to write, so that every line stays a whole one."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _TAIL_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(_LINE_END)
+        if newline >= 0:
+            end = start + newline + len(_LINE_END)
+            break
+        end = start
+    file.truncate(end)
+    file.seek(0, os.SEEK_END)

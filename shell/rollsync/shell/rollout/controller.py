@@ -25,6 +25,7 @@ from rollsync.pure.rollout.checkpointing import (
     RolloutCheckpointAttemptReason,
     RolloutCheckpointOutcome,
     RolloutCheckpointSaveResult,
+    RolloutTraceKind,
 )
 from rollsync.pure.rollout.events import GroupDropped, RolloutEvent
 from rollsync.pure.rollout.explain import explain
@@ -116,7 +117,7 @@ class RolloutController:
         self._config = config
         self._clients = clients
         self._journal = journal
-        self._changes = ChangeSignal()
+        changes = ChangeSignal()
         self.barrier = DataPlaneCheckpointBarrier()
         self.cell = StateCell(
             fresh_state(
@@ -126,10 +127,46 @@ class RolloutController:
             ),
             self.barrier,
         )
-        per_step = config.grpo.num_prompts_per_step
-        capacity = config.buffer_capacity or sampler.required_buffer_capacity(per_step)
-        self.parts = RolloutParts(
-            master_config=config,
+        self.parts = self._make_parts(sampler, dataloader, plane, environment)
+        self._rollouts = RolloutPump(
+            self.parts,
+            config,
+            dataloader=dataloader,
+            generation=clients.generation,
+            codec=clients.codec,
+            verifier=clients.verifier,
+            changes=changes,
+        )
+        writer = BundleWriter(archive)
+        self._snapshotter = RolloutSnapshotter(
+            self.parts, archive=archive, writer=writer, ended=self._saved
+        )
+        self._restorer = RolloutRestorer(
+            self.parts, archive=archive, policy=self._resume_policy(), writer=writer
+        )
+        self._training = TrainPump(
+            self.parts,
+            config,
+            rollouts=self._rollouts,
+            trainer=clients.trainer,
+            sync=clients.sync,
+            snapshotter=self._snapshotter,
+            changes=changes,
+            journal=journal,
+        )
+        self.cell.listen(self._saw)
+
+    def _make_parts(
+        self,
+        sampler: PromptGroupSampler,
+        dataloader: PromptDataloader,
+        plane: DataPlane,
+        environment: EnvironmentCheckpoint,
+    ) -> RolloutParts:
+        per_step = self._config.grpo.num_prompts_per_step
+        capacity = self._config.buffer_capacity or sampler.required_buffer_capacity(per_step)
+        return RolloutParts(
+            master_config=self._config,
             dp_client=plane,
             partition_id=PARTITION,
             buffer=TQReplayBuffer(
@@ -145,45 +182,16 @@ class RolloutController:
             log_metrics=self._log_metrics,
             trace=RolloutTraceRecorder(),
         )
-        self._rollouts = RolloutPump(
-            self.parts,
-            config,
-            dataloader=dataloader,
-            generation=clients.generation,
-            codec=clients.codec,
-            verifier=clients.verifier,
-            changes=self._changes,
+
+    def _resume_policy(self) -> ResumePolicy:
+        recovery = self._config.recovery
+        return ResumePolicy(
+            sampler=self.parts.sampler,
+            limits=self._rollouts.limits(),
+            load_buffer=recovery.load_replay_buffer,
+            max_recoveries=recovery.max_recoveries,
+            max_failed_attempts=recovery.max_attempts,
         )
-        writer = BundleWriter(archive)
-        self._snapshotter = RolloutSnapshotter(
-            self.parts,
-            archive=archive,
-            writer=writer,
-            ended=self._saved,
-        )
-        self._restorer = RolloutRestorer(
-            self.parts,
-            archive=archive,
-            policy=ResumePolicy(
-                sampler=sampler,
-                limits=self._rollouts.limits(),
-                load_buffer=config.recovery.load_replay_buffer,
-                max_recoveries=config.recovery.max_recoveries,
-                max_failed_attempts=config.recovery.max_attempts,
-            ),
-            writer=writer,
-        )
-        self._training = TrainPump(
-            self.parts,
-            config,
-            rollouts=self._rollouts,
-            trainer=clients.trainer,
-            sync=clients.sync,
-            snapshotter=self._snapshotter,
-            changes=self._changes,
-            journal=journal,
-        )
-        self.cell.listen(self._saw)
 
     def close_admission(self, why: str) -> None:
         """Start no further rollout."""
@@ -256,10 +264,20 @@ class RolloutController:
         self._journal.write(
             Resumed(
                 train_steps=self.cell.state.progress.train_steps,
-                source=None if restored is None else restored.source.path,
+                source=None if restored is None else self._name(restored.source.path),
                 plan=() if restored is None else tuple(explain(restored.plan)),
+                refused=tuple(
+                    f"{self._name(event.subject)}: {event.detail}"
+                    for event in self.parts.trace.trace.events
+                    if event.kind is RolloutTraceKind.CANDIDATE_REFUSED
+                ),
             )
         )
+
+    def _name(self, bundle: str | None) -> str:
+        """The bundle's path relative to the run directory, which may be moved."""
+        assert bundle is not None, "a restore has a source"
+        return Path(bundle).relative_to(self._config.run.directory).as_posix()
 
     def _read_progress(self) -> TrainingProgress:
         version = self._clients.trainer.trainer_version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -46,10 +47,15 @@ class SavedRun(Struct, frozen=True, kw_only=True):
 
 
 def write_config(config: MasterConfig) -> None:
-    """Note in the run directory what the run was started with."""
+    """Note in the run directory what the run was started with. A kill leaves the note of before."""
     directory = Path(config.run.directory)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+    begun = directory / f"{CONFIG}.new"
+    with begun.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(config)))
+        file.flush()
+        os.fsync(file.fileno())
+    begun.replace(directory / CONFIG)
 
 
 def read_saved(directory: Path) -> SavedRun:
