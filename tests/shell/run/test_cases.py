@@ -174,3 +174,17 @@ def test_a_whole_batch_ready_at_the_resume_is_trained_at_once(
     run_to_the_end(children, config)
     steps = [entry.step for entry in entries_of(config) if isinstance(entry, StepTrained)]
     assert set(steps) == set(range(1, STEPS + 1))
+
+
+def test_a_resume_that_does_not_load_the_buffer_generates_again(
+    children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    moment = Moment(kind="StepClaimed", count=2, signal=signal.SIGTERM.value)
+    assert children.run(Order(config=write_file(config), moment=moment)) == STOPPED
+    run_to_the_end(
+        children, replace(config, recovery=replace(config.recovery, load_replay_buffer=False))
+    )
+    state, audit = closed_account(config)
+    assert state.progress.train_steps == STEPS
+    assert audit.trained_once == 2 * STEPS
