@@ -1,0 +1,1 @@
+"""Decisions, as functions of frozen values: `refit`, `rollout`, `snapshot`, and `config`."""
