@@ -1,0 +1,330 @@
+"""Weights from one process to another, against every other way that is installed.
+
+1 GiB of bfloat16 in the tensor shapes of a Qwen2.5-0.5B stack, from a policy process on one core
+to a rollout process on another, which loads every tensor into memory of its own. In each round all
+ways run once, one after the other, so that they meet the same load. Ratios are of median rates.
+
+The gloo side broadcasts tensor by tensor, the Ray side puts all tensors as one object and gets it;
+both load too. The raw NIXL read is one descriptor and loads nothing. The memory copy is of one
+thread in the policy process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import ray
+import torch
+import torch.distributed
+
+from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
+from rollsync.shell.refit.engines.nixl_agent import NixlAgent, memory_of
+from tests.bench.measure import machine, write_results
+
+MIB = 1 << 20
+ROUNDS = 5
+BUCKETS_MIB = (1, 4, 16, 64)
+RAW_READ_BYTES = 512 * MIB
+SMALL_TENSORS = 50_000
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def qwen_shapes(total_bytes: int) -> Shapes:
+    """Layers of Qwen2.5-0.5B after its embedding, until `total_bytes` of bfloat16."""
+    hidden, inner, kv = 896, 4864, 128
+    layer: Shapes = [
+        ("self_attn.q_proj.weight", (hidden, hidden)),
+        ("self_attn.q_proj.bias", (hidden,)),
+        ("self_attn.k_proj.weight", (kv, hidden)),
+        ("self_attn.k_proj.bias", (kv,)),
+        ("self_attn.v_proj.weight", (kv, hidden)),
+        ("self_attn.v_proj.bias", (kv,)),
+        ("self_attn.o_proj.weight", (hidden, hidden)),
+        ("mlp.gate_proj.weight", (inner, hidden)),
+        ("mlp.up_proj.weight", (inner, hidden)),
+        ("mlp.down_proj.weight", (hidden, inner)),
+        ("input_layernorm.weight", (hidden,)),
+        ("post_attention_layernorm.weight", (hidden,)),
+    ]
+    shapes: Shapes = [("model.embed_tokens.weight", (151_936, hidden))]
+    number = 0
+    while bytes_of(shapes) < total_bytes:
+        shapes += [(f"model.layers.{number}.{name}", shape) for name, shape in layer]
+        number += 1
+    return shapes
+
+
+def bytes_of(shapes: Shapes) -> int:
+    """Their bytes in bfloat16."""
+    return sum(2 * torch.Size(shape).numel() for _, shape in shapes)
+
+
+SETS: dict[str, Shapes] = {
+    "model": qwen_shapes(1024 * MIB),
+    "one tensor": [("weight", (1024,))],
+    "small tensors": [(f"layers.{number}.weight", (512,)) for number in range(SMALL_TENSORS)],
+}
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """One end: the policy (rank 0) or the rollout worker (rank 1), on a core of its own."""
+
+    def __init__(self, rank: int, rendezvous: str) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        torch.set_num_threads(1)
+        self._rank = rank
+        self._engine: CheckpointEngine | None = None
+        self._weights = {
+            key: {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes}
+            for key, shapes in SETS.items()
+        }
+        self._flat = torch.ones(RAW_READ_BYTES, dtype=torch.uint8)
+        self._other = torch.zeros(RAW_READ_BYTES, dtype=torch.uint8)
+        self._agent = NixlAgent("UCX", {})
+        self._registered = self._agent.register([self._flat])
+        self._peer = ""
+        self._address = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
+            )
+
+    def prepare(self, backend: str, bucket_bytes: int) -> dict[str, object]:
+        """Make an engine; its metadata."""
+        self.finalize()
+        self._engine = create_checkpoint_engine(
+            backend, bucket_size_bytes=bucket_bytes, engine_kwargs={}
+        )
+        return self._engine.prepare()
+
+    def connect(self, metadata: Sequence[object]) -> None:
+        """Let the engine know the other end."""
+        engine = self._made()
+        worlds = {"train_world_size": 1, "rollout_world_size": 1}
+        if self._rank == 0:
+            engine.init_policy_process_group(worker_rank=0, metadata=metadata, **worlds)
+        else:
+            engine.init_rollout_process_group(rollout_rank=0, metadata=metadata, **worlds)
+
+    def sync(self, key: str) -> float:
+        """One stream; seconds of processor time that it took here."""
+        before = time.process_time()
+        asyncio.run(self._sync(key))
+        return time.process_time() - before
+
+    def finalize(self) -> None:
+        """Give the engine back."""
+        if self._engine is not None:
+            self._engine.finalize()
+            self._engine = None
+
+    def broadcast(self) -> None:
+        """The model over gloo."""
+        for tensor in self._weights["model"].values():
+            if self._rank == 0:
+                torch.distributed.broadcast(tensor, src=0)
+            else:
+                received = torch.empty_like(tensor)
+                torch.distributed.broadcast(received, src=0)
+                tensor.copy_(received)
+
+    def put(self) -> list[ray.ObjectRef]:
+        """The model into Ray's object store."""
+        arrays = {n: t.view(torch.int16).numpy() for n, t in self._weights["model"].items()}
+        return [ray.put(arrays)]
+
+    def get(self, references: list[ray.ObjectRef]) -> None:
+        """The model out of Ray's object store, loaded."""
+        arrays = ray.get(references[0])
+        with warnings.catch_warnings():
+            # What Ray gives cannot be written to; it is only read here.
+            warnings.simplefilter("ignore")
+            for name, tensor in self._weights["model"].items():
+                tensor.copy_(torch.from_numpy(arrays[name]).view(torch.bfloat16))
+
+    def offer(self) -> tuple[bytes, int]:
+        """Where the raw read reads from."""
+        return self._agent.metadata, self._flat.data_ptr()
+
+    def meet(self, offered: tuple[bytes, int]) -> None:
+        """Learn where to read from."""
+        self._peer, self._address = self._agent.meet(offered[0]), offered[1]
+
+    def serve(self, seconds: float) -> None:
+        """Answer the reader."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._agent.progress()
+            time.sleep(0.0002)
+
+    def raw_read(self) -> None:
+        """One NIXL read of one descriptor."""
+        kind, device = memory_of(self._flat)
+        read = self._agent.read(self._peer, (self._address, device, kind), self._flat)
+        while not read.is_done():
+            pass
+        read.release()
+
+    def copy(self) -> None:
+        """One memory copy by one thread."""
+        self._other.copy_(self._flat)
+
+    def _made(self) -> CheckpointEngine:
+        if self._engine is None:
+            raise RuntimeError("call prepare first")
+        return self._engine
+
+    async def _sync(self, key: str) -> None:
+        engine, weights = self._made(), self._weights[key]
+        if self._rank == 0:
+            await engine.send_weights(weights.items())
+            return
+        async with aclosing(engine.receive_weight_batches()) as batches:
+            async for batch in batches:
+                for name, tensor in batch:
+                    weights[name].copy_(tensor)
+
+
+@dataclass
+class Times:
+    """Seconds of one way: by the clock, and of each end's processor."""
+
+    wall_s: list[float] = field(default_factory=list)
+    sender_s: list[float] = field(default_factory=list)
+    receiver_s: list[float] = field(default_factory=list)
+
+
+def timed(action: Callable[[], list[ray.ObjectRef]], times: Times) -> None:
+    """Run once; `action` starts both ends and gives what to wait for."""
+    start = time.perf_counter()
+    ended = ray.get(action())
+    times.wall_s.append(time.perf_counter() - start)
+    if isinstance(ended[0], float) and isinstance(ended[-1], float):
+        times.sender_s.append(ended[0])
+        times.receiver_s.append(ended[-1])
+
+
+Workers = list[ray.actor.ActorHandle]
+
+
+def measure_engine(workers: Workers, backend: str, mib: int, key: str, times: Times) -> None:
+    """One sync of an engine, after one that is not counted: it sets the connection up."""
+    metadata = ray.get([worker.prepare.remote(backend, mib * MIB) for worker in workers])
+    ray.get([worker.connect.remote(metadata) for worker in workers])
+    for counted in (Times(), times):
+        timed(lambda: [worker.sync.remote(key) for worker in workers], counted)
+    ray.get([worker.finalize.remote() for worker in workers])
+
+
+def measure_all() -> dict[str, Times]:
+    """Every way, in turn."""
+    with tempfile.TemporaryDirectory() as directory:
+        rendezvous = f"{directory}/gloo"
+        workers = [Worker.remote(rank, rendezvous) for rank in (0, 1)]
+        policy, rollout = workers
+        ray.get(rollout.meet.remote(ray.get(policy.offer.remote())))
+        found: dict[str, Times] = {}
+        for _ in range(ROUNDS + 1):
+            of = lambda name: found.setdefault(name, Times())  # noqa: E731
+            timed(lambda: [policy.copy.remote()], of("memory copy"))
+            serving = policy.serve.remote(1.0)
+            timed(lambda: [rollout.raw_read.remote()], of("raw NIXL read"))
+            ray.get(serving)
+            timed(lambda: [worker.broadcast.remote() for worker in workers], of("gloo broadcast"))
+            timed(lambda: [rollout.get.remote(policy.put.remote())], of("Ray object store"))
+            for backend in ("shm", "nixl"):
+                for mib in BUCKETS_MIB:
+                    name = f"{backend}, {mib} MiB buckets"
+                    measure_engine(workers, backend, mib, "model", of(name))
+            measure_engine(workers, "shm", 4, "one tensor", of("shm, one tensor"))
+            measure_engine(workers, "shm", 4, "small tensors", of("shm, small tensors"))
+    return found
+
+
+Row = dict[str, object]
+
+
+def rows(found: dict[str, Times]) -> list[Row]:
+    """The figures and whether they meet the goals."""
+    model = bytes_of(SETS["model"])
+    rate = {
+        name: (RAW_READ_BYTES if name in ("memory copy", "raw NIXL read") else model)
+        / statistics.median(times.wall_s[1:])
+        / 1e9
+        for name, times in found.items()
+        if "tensor" not in name
+    }
+    result: list[Row] = [
+        {"name": name, "value": round(value, 2), "unit": "GB/s"} for name, value in rate.items()
+    ]
+    for backend, against, goal in (
+        ("shm", "memory copy", 0.85),
+        ("shm", "Ray object store", 2.0),
+        ("shm", "gloo broadcast", None),
+        ("nixl", "raw NIXL read", 0.6),
+    ):
+        best = max((name for name in rate if name.startswith(backend)), key=lambda name: rate[name])
+        ratio = rate[best] / rate[against]
+        result.append(
+            {
+                "name": best,
+                "value": round(rate[best], 2),
+                "unit": "GB/s",
+                "compared_with": against,
+                "ratio": round(ratio, 2),
+                "goal": goal,
+                "met": None if goal is None else ratio >= goal,
+            }
+        )
+    one = statistics.median(found["shm, one tensor"].wall_s[1:]) * 1e3
+    result.append(
+        {
+            "name": "shm, one tensor",
+            "value": round(one, 2),
+            "unit": "ms",
+            "goal": 5,
+            "met": one <= 5,
+        }
+    )
+    small = found["shm, small tensors"]
+    for side, seconds in (("sender", small.sender_s), ("receiver", small.receiver_s)):
+        each = statistics.median(seconds[1:]) / SMALL_TENSORS * 1e6
+        result.append(
+            {
+                "name": f"shm, small tensors, {side}",
+                "value": round(each, 2),
+                "unit": "microseconds of processor time a tensor",
+                "goal": 10,
+                "met": each <= 10,
+            }
+        )
+    return [
+        {"compared_with": None, "ratio": None, "goal": None, "met": None, **row} for row in result
+    ]
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=2, object_store_memory=3 << 30, include_dashboard=False, log_to_driver=False)
+    measured = rows(measure_all())
+    ray.shutdown()
+    write_results(
+        {
+            "machine": {
+                **machine(["torch", "ray", "nixl-cu12", "xxhash"]),
+                "load_average": os.getloadavg()[0],
+            },
+            "rounds": ROUNDS,
+            "figures": measured,
+        }
+    )
