@@ -92,3 +92,19 @@ def test_a_missing_file_and_broken_yaml_are_named(tmp_path: Path) -> None:
         read_config(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="not YAML"):
         parse_config(b"run: [", source="run.yaml")
+
+
+def test_a_key_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run\.seed: given twice, again in line 3") as refused:
+        parse_config(b"run:\n  seed: 1\n  seed: 2\n", source="run.yaml")
+    assert refused.value.paths == ("run.seed",)
+
+
+def test_an_alias_that_leads_to_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run\.directory"):
+        parse_config(b"run: &run\n  directory: *run\n", source="run.yaml")
+
+
+def test_nesting_without_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not YAML"):
+        parse_config(b"run: " + b"[" * 5000, source="run.yaml")

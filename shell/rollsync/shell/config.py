@@ -42,6 +42,7 @@ def read_config(file: Path) -> MasterConfig:
 def parse_config(text: bytes, *, source: str) -> MasterConfig:
     """Decode YAML bytes; `source` names them in errors. Raises as `read_config` does."""
     try:
+        _refuse_repeated_keys(text, source)
         config = msgspec_yaml.decode(text, type=MasterConfig)
     except msgspec.ValidationError as error:
         found = _MSGSPEC_PATH.match(str(error))
@@ -52,7 +53,7 @@ def parse_config(text: bytes, *, source: str) -> MasterConfig:
             remedy="correct the setting",
             paths=(path,),
         ) from error
-    except (msgspec.DecodeError, yaml.YAMLError) as error:
+    except (msgspec.DecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{source} is not YAML: {error}", remedy="correct the file") from error
     wrong = impossible(config)
     if wrong:
@@ -62,3 +63,29 @@ def parse_config(text: bytes, *, source: str) -> MasterConfig:
             paths=tuple(each.path for each in wrong),
         )
     return config
+
+
+def _refuse_repeated_keys(text: bytes, source: str) -> None:
+    """YAML would keep the last of two equal keys in silence."""
+    pending: list[tuple[str, yaml.Node | None]] = [("", yaml.compose(text, yaml.SafeLoader))]
+    seen: set[int] = set()  # An alias may lead back to where it stands.
+    while pending:
+        path, node = pending.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            pending.extend((path, item) for item in node.value)
+        elif isinstance(node, yaml.MappingNode):
+            keys: set[str] = set()
+            for key, value in node.value:
+                name = str(key.value)
+                inner = f"{path}.{name}" if path else name
+                if isinstance(key, yaml.ScalarNode) and name in keys:
+                    raise ConfigError(
+                        f"{source}: {inner}: given twice, again in line {key.start_mark.line + 1}",
+                        remedy="leave one of them out",
+                        paths=(inner,),
+                    )
+                keys.add(name)
+                pending.append((inner, value))

@@ -112,3 +112,10 @@ def test_path_that_is_not_there_is_an_error_to_put_right(
 ) -> None:
     assert main(["inspect", str(tmp_path / "missing")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_an_empty_lock_file_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "writer.lock").touch()
+    assert main(["inspect", str(tmp_path)]) == 0
+    (tmp_path / "manifest.bin").touch()
+    assert main(["inspect", str(tmp_path)]) == 1

@@ -65,6 +65,13 @@ def test_a_bug_keeps_its_traceback() -> None:
         main(["fail"], raising(ZeroDivisionError()))
 
 
+def test_what_a_file_system_refuses_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail"], raising(NotADirectoryError(20, "Not a directory", "run/segments"))) == 2
+    assert capsys.readouterr().err.startswith("rollsync: run/segments: Not a directory\n  ")
+    assert main(["inspect", "n" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     error = ModuleNotFoundError("No module named 'vllm.engine'", name="vllm.engine")
     assert main(["fail"], raising(error)) == 2

@@ -243,3 +243,10 @@ def test_no_torch_ray_or_vllm_is_imported(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_memory_beyond_any_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["plan", "model", "--memory-gib", "1e303"])
+    assert exit_info.value.code == 2
+    assert "more bytes than can be counted" in capsys.readouterr().err

@@ -117,7 +117,9 @@ def _summaries(directory: Path) -> Iterator[FileSummary]:
                 continue
             summary = _summary(name, data, path.stat().st_size)
             # Tensors and a user's own files lie beside ours: they are no damage.
-            yield summary if is_ours(data) else msgspec.structs.replace(summary, problem=None)
+            # An empty lock file lies beside them too; what a cut-off left empty is a `.bin`.
+            ours = is_ours(data) and (data != b"" or path.suffix == ".bin")
+            yield summary if ours else msgspec.structs.replace(summary, problem=None)
 
 
 def _summary(name: str, data: bytes, size_bytes: int) -> FileSummary:

@@ -56,6 +56,12 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
         # The reader (head, less) has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # Whatever a file system refuses: a name too long, a file where a directory belongs.
+        lines = str(error).splitlines()
+        reason = error.strerror or (lines[0] if lines else type(error).__name__)
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _refuse(f"{where}{reason}", "put right what the message names, and try again")
 
 
 def _run(arguments: list[str], commands: Sequence[Command]) -> int:

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ratio", type=float, default=0.02, help="a bucket's share of a worker's memory (0.02)"
     )
     memory.add_argument(
-        "--memory-gib", type=_above_zero, default=80.0, help="memory of the smallest worker (80)"
+        "--memory-gib", type=_memory_gib, default=80.0, help="memory of the smallest worker (80)"
     )
     links = parser.add_argument_group("links")
     links.add_argument(
@@ -283,6 +283,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _memory_gib(text: str) -> float:
+    value = _above_zero(text)
+    if value * _GIB == float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} GiB are more bytes than can be counted")
     return value
 
 
