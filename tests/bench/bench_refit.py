@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 import torch
@@ -30,11 +31,12 @@ from rollsync.shell.refit.engines.nixl_agent import NixlAgent, memory_of
 from tests.bench.measure import machine, write_results
 
 MIB = 1 << 20
-ROUNDS = 5
+ROUNDS = 3
 BUCKETS_MIB = (1, 4, 16, 64)
 RAW_READ_BYTES = 512 * MIB
 SMALL_TENSORS = 50_000
 Shapes = list[tuple[str, tuple[int, ...]]]
+Reference = ray.ObjectRef[Any]
 
 
 def qwen_shapes(total_bytes: int) -> Shapes:
@@ -74,7 +76,6 @@ SETS: dict[str, Shapes] = {
 }
 
 
-@ray.remote(num_cpus=0)
 class Worker:
     """One end: the policy (rank 0) or the rollout worker (rank 1), on a core of its own."""
 
@@ -120,7 +121,7 @@ class Worker:
     def sync(self, key: str) -> float:
         """One stream; seconds of processor time that it took here."""
         before = time.process_time()
-        asyncio.run(self._sync(key))
+        asyncio.run(stream(self._made(), self._rank, self._weights[key]))
         return time.process_time() - before
 
     def finalize(self) -> None:
@@ -139,12 +140,12 @@ class Worker:
                 torch.distributed.broadcast(received, src=0)
                 tensor.copy_(received)
 
-    def put(self) -> list[ray.ObjectRef]:
+    def put(self) -> list[Reference]:
         """The model into Ray's object store."""
         arrays = {n: t.view(torch.int16).numpy() for n, t in self._weights["model"].items()}
         return [ray.put(arrays)]
 
-    def get(self, references: list[ray.ObjectRef]) -> None:
+    def get(self, references: list[Reference]) -> None:
         """The model out of Ray's object store, loaded."""
         arrays = ray.get(references[0])
         with warnings.catch_warnings():
@@ -185,15 +186,16 @@ class Worker:
             raise RuntimeError("call prepare first")
         return self._engine
 
-    async def _sync(self, key: str) -> None:
-        engine, weights = self._made(), self._weights[key]
-        if self._rank == 0:
-            await engine.send_weights(weights.items())
-            return
-        async with aclosing(engine.receive_weight_batches()) as batches:
-            async for batch in batches:
-                for name, tensor in batch:
-                    weights[name].copy_(tensor)
+
+async def stream(engine: CheckpointEngine, rank: int, weights: dict[str, torch.Tensor]) -> None:
+    """One end of one stream. Not a method: Ray would make the actor's calls coroutines."""
+    if rank == 0:
+        await engine.send_weights(weights.items())
+        return
+    async with aclosing(engine.receive_weight_batches()) as batches:
+        async for batch in batches:
+            for name, tensor in batch:
+                weights[name].copy_(tensor)
 
 
 @dataclass
@@ -205,7 +207,7 @@ class Times:
     receiver_s: list[float] = field(default_factory=list)
 
 
-def timed(action: Callable[[], list[ray.ObjectRef]], times: Times) -> None:
+def timed(action: Callable[[], list[Reference]], times: Times) -> None:
     """Run once; `action` starts both ends and gives what to wait for."""
     start = time.perf_counter()
     ended = ray.get(action())
@@ -215,12 +217,15 @@ def timed(action: Callable[[], list[ray.ObjectRef]], times: Times) -> None:
         times.receiver_s.append(ended[-1])
 
 
-Workers = list[ray.actor.ActorHandle]
+Workers = list[Any]
+"""Handles, whose methods are called by name."""
 
 
 def measure_engine(workers: Workers, backend: str, mib: int, key: str, times: Times) -> None:
     """One sync of an engine, after one that is not counted: it sets the connection up."""
-    metadata = ray.get([worker.prepare.remote(backend, mib * MIB) for worker in workers])
+    metadata: list[object] = ray.get(
+        [worker.prepare.remote(backend, mib * MIB) for worker in workers]
+    )
     ray.get([worker.connect.remote(metadata) for worker in workers])
     for counted in (Times(), times):
         timed(lambda: [worker.sync.remote(key) for worker in workers], counted)
@@ -231,12 +236,16 @@ def measure_all() -> dict[str, Times]:
     """Every way, in turn."""
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = f"{directory}/gloo"
-        workers = [Worker.remote(rank, rendezvous) for rank in (0, 1)]
+        remote: Any = ray.remote(num_cpus=0)(Worker)
+        workers: Workers = [remote.remote(rank, rendezvous) for rank in (0, 1)]
         policy, rollout = workers
         ray.get(rollout.meet.remote(ray.get(policy.offer.remote())))
         found: dict[str, Times] = {}
+
+        def of(name: str) -> Times:
+            return found.setdefault(name, Times())
+
         for _ in range(ROUNDS + 1):
-            of = lambda name: found.setdefault(name, Times())  # noqa: E731
             timed(lambda: [policy.copy.remote()], of("memory copy"))
             serving = policy.serve.remote(1.0)
             timed(lambda: [rollout.raw_read.remote()], of("raw NIXL read"))

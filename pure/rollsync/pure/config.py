@@ -15,30 +15,32 @@ from msgspec import Meta, Struct, json
 from rollsync.pure.rollout.sampler import CustomSampler, InOrderSampler, SamplerConfig
 from rollsync.pure.rollout.state import RecoveryGranularity
 
-Count = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
-Positive = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+# The upper bounds keep out infinity, which YAML can write.
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
+Name = Annotated[str, Meta(min_length=1)]
 Scalar = str | int | float | bool
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the run lives and what makes it repeatable."""
 
-    directory: str
+    directory: Name
     """Run directory: anchors, checkpoints, snapshots and row segments."""
     seed: Natural = 0
     """Seed of the prompt order and of every generation."""
     deterministic: bool = False
     """One torch thread and deterministic kernels, so that equal runs give equal bits."""
-    address: str | None = None
+    address: Name | None = None
     """Address of a Ray cluster; None starts Ray in this process's machine."""
 
 
 class DataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prompts. `task` is a reasoning-gym dataset; its options go to it as they are."""
 
-    task: str
+    task: Name
     size: Count
     """Samples in the dataset."""
     seed: Natural = 0
@@ -61,7 +63,7 @@ def dataset_digest(config: DataConfig) -> str:
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy's starting point."""
 
-    path: str
+    path: Name
     """Directory in Hugging Face's format: config, safetensors, tokenizer."""
 
 
@@ -94,7 +96,7 @@ class GenerationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class CheckpointEngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How weights travel; the shape is the reference's, so that a configuration fits both."""
 
-    backend: str = "shm"
+    backend: Name = "shm"
     """A built-in engine's name, or `module:ClassName`."""
     update_weights_bucket_memory_ratio: Annotated[float, Meta(gt=0, lt=1)] = 0.01
     engine_kwargs: dict[str, dict[str, Scalar]] = {}
@@ -166,6 +168,9 @@ def impossible(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
         found.append(ImpossibleSetting(path=path, reason=reason))
 
     per_step = config.grpo.num_prompts_per_step
+    ahead = _lookahead(config.sampler)
+    if ahead is not None and ahead[1] < 0:
+        refuse(f"sampler.{ahead[0]}", f"{ahead[1]} versions cannot be looked ahead; give 0 or more")
     if not isinstance(config.sampler, CustomSampler) and config.buffer_capacity is not None:
         needed = config.sampler.required_buffer_capacity(per_step)
         if config.buffer_capacity < needed:
@@ -207,3 +212,12 @@ def impossible(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
             "only the torch engine's answers do not depend on what else is in its batch",
         )
     return tuple(found)
+
+
+def _lookahead(sampler: SamplerConfig) -> tuple[str, int] | None:
+    """The setting that says how far a built-in policy looks ahead, and its value."""
+    if isinstance(sampler, CustomSampler):
+        return None
+    if isinstance(sampler, InOrderSampler):
+        return "max_lookahead_versions", sampler.max_lookahead_versions
+    return "max_staleness_versions", sampler.max_staleness_versions

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from rollsync.pure.config import DataConfig
 from rollsync.pure.rollout.state import DataloaderState
+from rollsync.shell.config import ConfigError
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
 
 CONFIG = DataConfig(
@@ -48,3 +50,16 @@ def test_another_dataset_has_another_digest() -> None:
         for config in (CONFIG, replace(CONFIG, seed=4), replace(CONFIG, size=11))
     }
     assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(CONFIG, task="no_such_task"),
+        replace(CONFIG, options={"no_such_option": 1}),
+        replace(CONFIG, options={"min_terms": -5}),
+    ],
+)
+def test_a_task_or_option_that_is_not_there_is_named(wrong: DataConfig) -> None:
+    with pytest.raises(ConfigError, match="reasoning-gym makes no dataset"):
+        ReasoningGymDataset(wrong)

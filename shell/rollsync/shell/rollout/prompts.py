@@ -15,6 +15,7 @@ from msgspec import Struct, json
 from rollsync.pure.config import DataConfig, dataset_digest
 from rollsync.pure.rollout.order import HandOutPlace, epoch_order, hand_out, prompts_left
 from rollsync.pure.rollout.state import DataloaderState, DatumSpec, PromptReference
+from rollsync.shell.config import ConfigError
 
 EPOCHS_KEPT = 2
 """Orders in memory: a batch may span two epochs."""
@@ -32,13 +33,24 @@ class ReasoningGymDataset:
 
     Args:
         config: task, options, size and seed.
+
+    Raises:
+        ConfigError: there is no such task, or it does not take the options.
     """
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
-        self._data = reasoning_gym.create_dataset(
-            config.task, size=config.size, seed=config.seed, **config.options
-        )
+        try:
+            self._data = reasoning_gym.create_dataset(
+                config.task, size=config.size, seed=config.seed, **config.options
+            )
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"data: reasoning-gym makes no dataset {config.task!r} with the options"
+                f" {config.options}: {error}",
+                remedy="name one of reasoning-gym's tasks, with options that it takes",
+                paths=("data.task", "data.options"),
+            ) from error
         self.digest = dataset_digest(config)
 
     def __len__(self) -> int:

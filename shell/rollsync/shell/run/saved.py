@@ -65,6 +65,11 @@ def read_saved(directory: Path) -> SavedRun:
         NothingSaved: nothing was saved there yet.
         RollsyncError: what is there cannot be used; the message has every reason.
     """
+    if not (directory / CONFIG).is_file():
+        raise NothingSaved(
+            f"{directory} is no run directory: it has no {CONFIG}",
+            remedy="name the directory that a configuration's run.directory names",
+        )
     config = read_config(directory / CONFIG)
     config = replace(config, run=replace(config.run, directory=str(directory)))
     store = SnapshotStore(directory, config=config, dataset_digest=dataset_digest(config.data))

@@ -17,7 +17,14 @@ class PolicyTokenizer:
     """
 
     def __init__(self, path: str) -> None:
-        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        try:
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.path: there is no tokenizer in {path}: {str(error).splitlines()[0]}",
+                remedy="give a directory in Hugging Face's format, with its tokenizer",
+                paths=("model.path",),
+            ) from error
         end = self._tokenizer.eos_token_id
         if not isinstance(end, int):
             raise ConfigError(
