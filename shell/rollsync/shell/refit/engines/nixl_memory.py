@@ -120,7 +120,10 @@ class NixlMedium:
                 stage="connected",
                 remedy="create both sides' engines with one bucket size",
             )
-        self._sender = _Sender(hello.memory_id, self._agent.meet(offered.agent), offered)
+        with _as_loss(channel):
+            # NIXL connects here, and a sender that died since it offered is not there any more.
+            agent = self._agent.meet(offered.agent)
+        self._sender = _Sender(hello.memory_id, agent, offered)
         return self
 
     def start(self, channel: ControlChannel, bucket: int, filled_bytes: int) -> None:
