@@ -29,8 +29,8 @@ from rollsync.pure.rollout.checkpointing import (
 )
 from rollsync.pure.rollout.events import GroupDropped, RolloutEvent
 from rollsync.pure.rollout.explain import explain
-from rollsync.pure.rollout.resume import ResumePolicy
 from rollsync.pure.rollout.sampler import PromptGroupSampler
+from rollsync.pure.rollout.settings import buffer_capacity, resume_policy
 from rollsync.pure.rollout.state import RolloutState, TrainingProgress, fresh_state
 from rollsync.shell.journal import Finished, Journal, PromptDropped, Resumed, Saved
 from rollsync.shell.rollout.archive import ResumeArchive, SnapshotArchive
@@ -142,7 +142,10 @@ class RolloutController:
             self.parts, archive=archive, writer=writer, ended=self._saved
         )
         self._restorer = RolloutRestorer(
-            self.parts, archive=archive, policy=self._resume_policy(), writer=writer
+            self.parts,
+            archive=archive,
+            policy=resume_policy(config, sampler, self._rollouts.limits()),
+            writer=writer,
         )
         self._training = TrainPump(
             self.parts,
@@ -163,8 +166,7 @@ class RolloutController:
         plane: DataPlane,
         environment: EnvironmentCheckpoint,
     ) -> RolloutParts:
-        per_step = self._config.grpo.num_prompts_per_step
-        capacity = self._config.buffer_capacity or sampler.required_buffer_capacity(per_step)
+        capacity = buffer_capacity(self._config, sampler)
         return RolloutParts(
             master_config=self._config,
             dp_client=plane,
@@ -181,16 +183,6 @@ class RolloutController:
             read_progress=self._read_progress,
             log_metrics=self._log_metrics,
             trace=RolloutTraceRecorder(),
-        )
-
-    def _resume_policy(self) -> ResumePolicy:
-        recovery = self._config.recovery
-        return ResumePolicy(
-            sampler=self.parts.sampler,
-            limits=self._rollouts.limits(),
-            load_buffer=recovery.load_replay_buffer,
-            max_recoveries=recovery.max_recoveries,
-            max_failed_attempts=recovery.max_attempts,
         )
 
     def close_admission(self, why: str) -> None:

@@ -33,6 +33,7 @@ from rollsync.pure.rollout.events import (
     SiblingSealed,
 )
 from rollsync.pure.rollout.sampler import drop_group
+from rollsync.pure.rollout.settings import sampler_limits
 from rollsync.pure.rollout.state import (
     DropReason,
     FinalizedReward,
@@ -110,11 +111,9 @@ class RolloutPump:
     def limits(self) -> SamplerLimits:
         """What the sampler must know beside the state, as of now."""
         state = self._parts.runtime_state.state
-        return SamplerLimits(
-            num_prompts_per_step=self._config.grpo.num_prompts_per_step,
-            num_generations_per_prompt=self._config.grpo.num_generations_per_prompt,
-            granularity=self._config.recovery.granularity,
-            buffer_capacity=self._parts.buffer.capacity,
+        return sampler_limits(
+            self._config,
+            capacity=self._parts.buffer.capacity,
             prompts_left=self._dataloader.prompts_left(state.dataloader_state) > 0,
             served_weight_version=self.served_weight_version,
         )

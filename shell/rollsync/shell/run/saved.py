@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from rollsync.pure.config import MasterConfig, dataset_digest
 from rollsync.pure.rollout.audit import Audit, ProcessBegan, StepRecorded, TrainingRecord, audit
-from rollsync.pure.rollout.decisions import SamplerLimits
 from rollsync.pure.rollout.order import prompts_left
-from rollsync.pure.rollout.resume import ResumePlan, ResumePolicy, plan_resume
+from rollsync.pure.rollout.resume import ResumePlan, plan_resume
+from rollsync.pure.rollout.settings import buffer_capacity, resume_policy, sampler_limits
 from rollsync.pure.rollout.state import RolloutState
 from rollsync.shell.config import read_config
 from rollsync.shell.errors import RollsyncError
@@ -43,7 +43,19 @@ class SavedRun(Struct, frozen=True, kw_only=True):
 
     def plan(self) -> ResumePlan:
         """What a resume would do with each group in flight."""
-        return plan_resume(self.state, resume_policy(self.config, self.state))
+        sampler = load_sampler(self.config)
+        left = prompts_left(
+            self.state.dataloader_state,
+            size=self.config.data.size,
+            max_epochs=self.config.data.max_epochs,
+        )
+        limits = sampler_limits(
+            self.config,
+            capacity=buffer_capacity(self.config, sampler),
+            prompts_left=left > 0,
+            served_weight_version=self.state.progress.trainer_version,
+        )
+        return plan_resume(self.state, resume_policy(self.config, sampler, limits))
 
 
 def write_config(config: MasterConfig) -> None:
@@ -83,29 +95,6 @@ def read_saved(directory: Path) -> SavedRun:
         bundle=chosen.bundle,
         state=read_state(chosen.bundle.path),
         refused=tuple(f"{each.path}: {each.why}" for each in chosen.refused),
-    )
-
-
-def resume_policy(config: MasterConfig, state: RolloutState) -> ResumePolicy:
-    """The settings that a resume of `state` under `config` depends on."""
-    sampler = load_sampler(config)
-    per_step = config.grpo.num_prompts_per_step
-    left = prompts_left(
-        state.dataloader_state, size=config.data.size, max_epochs=config.data.max_epochs
-    )
-    return ResumePolicy(
-        sampler=sampler,
-        limits=SamplerLimits(
-            num_prompts_per_step=per_step,
-            num_generations_per_prompt=config.grpo.num_generations_per_prompt,
-            granularity=config.recovery.granularity,
-            buffer_capacity=config.buffer_capacity or sampler.required_buffer_capacity(per_step),
-            prompts_left=left > 0,
-            served_weight_version=state.progress.trainer_version,
-        ),
-        load_buffer=config.recovery.load_replay_buffer,
-        max_recoveries=config.recovery.max_recoveries,
-        max_failed_attempts=config.recovery.max_attempts,
     )
 
 

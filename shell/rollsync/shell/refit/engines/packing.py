@@ -24,6 +24,7 @@ from rollsync.pure.refit import (
 from rollsync.pure.refit.control import Piece
 from rollsync.shell.refit.engines.base import Batch
 from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.weights import dtype_name
 
 
 class StreamError(RefitError):
@@ -32,7 +33,7 @@ class StreamError(RefitError):
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     """What `tensor` is, in pure's words."""
-    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
 def dtype_of(name: str) -> torch.dtype:
