@@ -65,7 +65,7 @@ def test_the_container_limit_is_the_first_file_that_is_there(
 def test_checks_stay_when_python_optimizes() -> None:
     program = (
         "from rollsync.shell.refit.errors import RefitConfigurationError\n"
-        "from rollsync.shell.refit.sending import RefitSender\n"
+        "from rollsync.shell.refit.refit_sender import RefitSender\n"
         "from rollsync.shell.refit.generation import ServingGate, served_version\n"
         "from rollsync.shell.refit.errors import EngineNotServing\n"
         "served = lambda: served_version(ServingGate().state, 0)\n"

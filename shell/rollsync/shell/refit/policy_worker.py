@@ -12,8 +12,8 @@ import torch
 from rollsync.pure.refit import TensorSpec
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import local_world_size, worker_total_memory_bytes
+from rollsync.shell.refit.refit_sender import RefitSender
 from rollsync.shell.refit.report import WorkerTransfer
-from rollsync.shell.refit.sending import RefitSender
 
 
 class PolicyRefitMixin:

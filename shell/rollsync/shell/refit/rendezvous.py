@@ -1,6 +1,6 @@
 """Exchanges metadata among all workers of a refit where nobody carries it: vLLM's native backend.
 
-Rule kept here: what another worker says counts only with the run's secret, is no pickle, and is
+Rule kept here: what another worker says counts only with the run's secret, is plain data, and is
 waited for no longer than the deadline.
 """
 

@@ -16,7 +16,7 @@ from rollsync.pure.refit.lifecycle import EngineState
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.generation import Completion, SamplingSettings, ServingGate
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
-from rollsync.shell.refit.receiving import RefitReceiver
+from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.torch_update import TorchModelUpdate
 

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollsync.shell.refit.errors import RefitError
-from rollsync.shell.refit.receiving import RefitReceiver
+from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.rendezvous import Rendezvous
 from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
 

@@ -17,8 +17,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.refit_sender import RefitSender
 from rollsync.shell.refit.rendezvous import Rendezvous
-from rollsync.shell.refit.sending import RefitSender
 
 
 @dataclass

@@ -18,7 +18,7 @@ from rollsync.pure.refit import TensorSpec
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
-from rollsync.shell.refit.receiving import RefitReceiver
+from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.step_answers import StepAnswer, StepDone, StepFailed
 from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
 

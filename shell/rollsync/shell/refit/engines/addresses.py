@@ -18,6 +18,9 @@ _BACKLOG = 128
 _RETRY_S = 0.005
 _SECRET_BYTES = 32
 _LOCAL, _TCP = "local:", "tcp:"
+_OTHERS = ("192.0.2.1", "2001:db8::1", "127.0.0.1", "::1")
+"""Where a route is asked for: two addresses that nobody has, and this host's own."""
+_ANY_PORT = 9
 
 
 @dataclass(frozen=True)
@@ -109,17 +112,28 @@ async def _connect_locally(connection: socket.socket, name: bytes) -> None:
 def address_of_this_host() -> str:
     """The address by which other hosts reach this one, of IPv4 if it has one, else of IPv6.
 
-    Asking for a route sends nothing. A host without any route has only its loopback.
+    A host without any route has only its loopback.
+
+    Raises:
+        OSError: not even that.
     """
-    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((elsewhere, 9))
-                found: str = probe.getsockname()[0]
-                return found
-        except OSError:
-            continue
-    return "127.0.0.1"
+    own = (_own_address_towards(other) for other in _OTHERS)
+    found = next((address for address in own if address), None)
+    if found is None:
+        raise OSError(errno.EADDRNOTAVAIL, "this host has no network address, not even a loopback")
+    return found
+
+
+def _own_address_towards(other: str) -> str | None:
+    """From which address this host would send there, which asks for a route and sends nothing."""
+    family = socket.AF_INET6 if ipaddress.ip_address(other).version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((other, _ANY_PORT))
+            found: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return found
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -188,13 +188,15 @@ class _Api(Protocol):
 
 
 def _api() -> _Api:
+    refusals: list[str] = []
     for name in MODULES:
         try:
             found: _Api = importlib.import_module(f"{name}._api")
-        except ImportError:
-            continue
-        return found
+        except ImportError as error:
+            refusals.append(str(error))
+        else:
+            return found
     raise RefitConfigurationError(
-        "the nixl engine needs NIXL's Python package, which is not installed",
+        f"the nixl engine needs NIXL's Python package: {'; '.join(refusals)}",
         remedy="pip install nixl (or nixl-cu12 on a machine without CUDA), or use the shm engine",
     )

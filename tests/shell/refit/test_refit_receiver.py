@@ -10,8 +10,8 @@ from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.lifecycle import Connected, Poisoned, Serving, Unconnected
 from rollsync.shell.refit.engines import Batch
 from rollsync.shell.refit.errors import RefitConfigurationError, RefitError, WeightMismatch
-from rollsync.shell.refit.receiving import RefitReceiver
-from rollsync.shell.refit.sending import RefitSender
+from rollsync.shell.refit.refit_receiver import RefitReceiver
+from rollsync.shell.refit.refit_sender import RefitSender
 from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME
 from tests.shell.refit.scripted_engine import SCRIPTED, ScriptedEngine
 
