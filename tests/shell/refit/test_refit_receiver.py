@@ -201,11 +201,11 @@ def test_the_engine_stays_with_its_options_and_goes_with_others() -> None:
 def test_a_sender_puts_the_version_in_front_and_counts_what_follows() -> None:
     sender = RefitSender(rank=0)
     with pytest.raises(RefitConfigurationError, match="init_checkpoint_engine"):
-        sender.send([], weight_version=0)
+        sender.send([], weight_version=lambda: 0)
     sender.init(SCRIPTED, 1024, {})
     assert sender.prepare() == {"endpoint": "here", "rank": 0}
     sender.init_process_group(metadata=["m"], train_world_size=1, rollout_world_size=2)
-    transfer = sender.send(iter([("a", ONE), ("b", ONE)]), weight_version=0)
+    transfer = sender.send(iter([("a", ONE), ("b", ONE)]), weight_version=lambda: 0)
     (engine,) = ScriptedEngine.made
     assert [name for name, _ in engine.sent] == [WEIGHT_VERSION_NAME, "a", "b"]
     assert engine.sent[0][1].item() == 0

@@ -148,6 +148,43 @@ def test_a_stream_that_breaks_poisons_the_engine_until_a_whole_one_came(
     assert ask(generation) == reference_answer(saved, PROMPT, GREEDY, version)
 
 
+@pytest.mark.parametrize("backend", ["shm", "nixl"])
+def test_a_policy_worker_killed_before_it_connects_is_noticed(
+    actors: Actors, tmp_path: Path, backend: str
+) -> None:
+    generation = GenerationGroup([actors.early])
+    doomed: Any = ray.remote(TinyPolicy).options(num_cpus=0).remote()
+    sync = synchronizer(doomed, generation, backend, refit_timeout_s=10_000)
+    sync.sync_weights()
+    ray.get(doomed.die_before_sending.remote())
+    with pytest.raises(ray.exceptions.ActorDiedError) as raised:
+        sync.sync_weights()
+    assert any("rollout 0, while it waited for the sender" in n for n in raised.value.__notes__)
+    with pytest.raises(EngineNotServing, match="is gone"):
+        ask(generation)
+    saved = str(tmp_path / "saved")
+    version = ray.get(actors.policy.step.remote(saved))
+    fresh = synchronizer(actors.policy, generation, backend)
+    fresh.sync_weights()
+    assert ask(generation) == reference_answer(saved, PROMPT, GREEDY, version)
+    fresh.shutdown()
+
+
+def test_a_policy_worker_that_fails_before_its_first_weight_keeps_nobody_waiting(
+    actors: Actors,
+) -> None:
+    generation = GenerationGroup([actors.early])
+    sync = synchronizer(actors.policy, generation, refit_timeout_s=10_000)
+    ray.get(actors.policy.lose_version.remote(True))
+    with pytest.raises(ArithmeticError, match="the version is lost"):
+        sync.sync_weights()
+    ray.get(actors.policy.lose_version.remote(False))
+    with pytest.raises(EngineNotServing, match="the version is lost"):
+        ask(generation)
+    sync.sync_weights()
+    assert version_of(generation) is not None
+
+
 def test_release_after_refit_leaves_the_engine_serving(actors: Actors) -> None:
     generation = GenerationGroup([actors.early])
     sync = synchronizer(actors.policy, generation, release_after_refit=True)

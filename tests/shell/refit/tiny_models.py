@@ -1,5 +1,7 @@
 """Tiny Qwen2 models with random weights, and a policy worker that moves one of them."""
 
+import os
+import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -47,6 +49,8 @@ class TinyPolicy(PolicyRefitMixin):
         self.version = 0
         self.fail_after: int | None = None
         self.intruder: tuple[int, str] | None = None
+        self.dies_before_sending = False
+        self.version_is_lost = False
         self._rank = rank
 
     @property
@@ -54,7 +58,16 @@ class TinyPolicy(PolicyRefitMixin):
         return self._rank
 
     def weight_version(self) -> int:
+        if self.version_is_lost:
+            raise ArithmeticError("the version is lost")
         return self.version
+
+    def checkpoint_engine_rpc(
+        self, checkpoint_method: str, method_kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        if self.dies_before_sending and checkpoint_method.startswith("send_weights"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().checkpoint_engine_rpc(checkpoint_method, method_kwargs)
 
     def iter_refit_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for sent, item in enumerate(checkpoint_weights(self.model)):
@@ -85,6 +98,14 @@ class TinyPolicy(PolicyRefitMixin):
     def break_after(self, tensors: int | None) -> None:
         """Makes the next streams end in an error after so many weights; None makes them whole."""
         self.fail_after = tensors
+
+    def lose_version(self, lost: bool) -> None:
+        """Makes the next streams fail before their first weight, or not."""
+        self.version_is_lost = lost
+
+    def die_before_sending(self) -> None:
+        """Ends this process, as the kernel does for memory, when it is asked for a stream."""
+        self.dies_before_sending = True
 
     def intrude(self, position: int | None, name: str = "") -> None:
         """Puts a weight that no model has into the next streams; None leaves it out again."""

@@ -85,7 +85,7 @@ class PolicyRefitMixin:
     def _refit_send(
         self, sender: RefitSender, kv_scales: Mapping[str, float] | None = None
     ) -> WorkerTransfer:
-        return sender.send(self._refit_weights(kv_scales), weight_version=self.weight_version())
+        return sender.send(self._refit_weights(kv_scales), weight_version=self.weight_version)
 
     def _refit_weights(
         self, kv_scales: Mapping[str, float] | None

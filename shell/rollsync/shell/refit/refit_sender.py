@@ -1,12 +1,13 @@
 """The sending half of a refit on one policy rank, whatever module it sends.
 
-Rule kept here: the iterator is consumed to its end on every rank, also on one that feeds nobody,
-because advancing it may be a collective of all ranks.
+Rules kept here: the iterator is consumed to its end on every rank, also on one that feeds nobody,
+because advancing it may be a collective of all ranks; and whatever belongs to the policy runs
+inside the stream, its version too, so that its failure is told to the receivers that wait.
 """
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -46,19 +47,22 @@ class RefitSender:
         )
 
     def send(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        weight_version: Callable[[], int],
     ) -> WorkerTransfer:
         """Sends one whole stream, in front of it its version."""
         engine = self._slot.engine
-        counted = _Counted(weights)
+        stream = _Stream(weights, weight_version)
         started_s = time.perf_counter()
-        asyncio.run(engine.send_weights(with_version(counted, weight_version)))
+        asyncio.run(engine.send_weights(iter(stream)))
         return WorkerTransfer(
             role="policy",
             rank=self._rank,
-            weight_version=weight_version,
-            tensors=counted.tensors,
-            payload_bytes=counted.payload_bytes,
+            weight_version=stream.version,
+            tensors=stream.tensors,
+            payload_bytes=stream.payload_bytes,
             batches=0,
             stage_s={"send": time.perf_counter() - started_s},
         )
@@ -68,15 +72,23 @@ class RefitSender:
         self._slot.finalize()
 
 
-class _Counted:
-    """A stream that knows how much of it has passed."""
+class _Stream:
+    """Weights behind their version; knows how much of them has passed."""
 
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, weights: Iterable[tuple[str, torch.Tensor]], weight_version: Callable[[], int]
+    ) -> None:
         self._weights = weights
+        self._weight_version = weight_version
+        self.version: int | None = None
         self.tensors = 0
         self.payload_bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.version = self._weight_version()
+        yield from with_version(self._counted(), self.version)
+
+    def _counted(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights:
             yield name, tensor
             self.tensors += 1

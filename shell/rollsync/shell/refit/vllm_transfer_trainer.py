@@ -122,12 +122,12 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
         """
         version = self._sent if weight_version is None else weight_version
         if not self.is_sender:
-            self._sender.send(iter(self._weights), weight_version=version)
+            self._sender.send(self._weights, weight_version=lambda: version)
         else:
             self.client.start_weight_update()
             with ThreadPoolExecutor(1) as beside:
                 received = beside.submit(self.client.update_weights, {})
-                self._sender.send(iter(self._weights), weight_version=version)
+                self._sender.send(self._weights, weight_version=lambda: version)
                 received.result()
             self.client.finish_weight_update(weight_version=str(version))
         self._sent = version + 1

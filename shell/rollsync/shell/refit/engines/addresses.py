@@ -80,15 +80,7 @@ async def connect(address: str) -> socket.socket:
         OSError: nobody listens there.
     """
     loop = asyncio.get_running_loop()
-    target: bytes | tuple[str, int]
-    if address.startswith(_LOCAL):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        target = b"\0" + address.removeprefix(_LOCAL).encode()
-    else:
-        port, _, host = address.removeprefix(_TCP).partition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        target = (host, int(port))
+    connection, target = socket_towards(address)
     try:
         _prepare(connection)
         if isinstance(target, bytes):
@@ -99,6 +91,16 @@ async def connect(address: str) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def socket_towards(address: str) -> tuple[socket.socket, bytes | tuple[str, int]]:
+    """A new socket for a listener's address, and what to connect it to."""
+    if address.startswith(_LOCAL):
+        name = b"\0" + address.removeprefix(_LOCAL).encode()
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), name
+    port, _, host = address.removeprefix(_TCP).partition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.socket(family, socket.SOCK_STREAM), (host, int(port))
 
 
 async def _connect_locally(connection: socket.socket, name: bytes) -> None:

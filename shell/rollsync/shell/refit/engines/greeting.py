@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from rollsync.pure.refit.control import Challenge, Failed, Hello, Welcome
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
-from rollsync.shell.refit.engines.errors import TransferError, TransferTimeout
+from rollsync.shell.refit.engines.errors import PeerLost, TransferError, TransferTimeout
+from rollsync.shell.refit.engines.lifelines import HeldLifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
 from rollsync.shell.refit.errors import RefitConfigurationError
 
@@ -71,15 +72,22 @@ class Greeting:
 
     Args:
         listener: where the sender connects.
+        feeder: tells when the sender has died before it connected.
         medium: takes over the sender's buffers if they are new.
         place: who this receiver is.
         timeout_s: how long to wait, and how long one wait on the connection may take.
     """
 
     def __init__(
-        self, listener: Listener, medium: ReceiverMedium, place: Place, timeout_s: float
+        self,
+        listener: Listener,
+        feeder: HeldLifeline,
+        medium: ReceiverMedium,
+        place: Place,
+        timeout_s: float,
     ) -> None:
         self._listener = listener
+        self._feeder = feeder
         self._medium = medium
         self._place = place
         self._timeout_s = timeout_s
@@ -89,6 +97,7 @@ class Greeting:
         """The first connection that proves itself.
 
         Raises:
+            PeerLost: the sender has died.
             TransferTimeout: none did in time.
             RefitConfigurationError: the sender means another receiver, or counts others.
         """
@@ -112,14 +121,25 @@ class Greeting:
     async def _first_admitted(self) -> Sender:
         loop = asyncio.get_running_loop()
         accepting = loop.create_task(self._listener.accept())
+        dying = loop.create_task(self._feeder.ended())
         try:
             while True:
-                await asyncio.wait([accepting, *self._greeted], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    [accepting, dying, *self._greeted], return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in [task for task in self._greeted if task.done()]:
                     self._greeted.remove(task)
                     admitted = task.result()
                     if admitted is not None:
                         return admitted
+                if dying.done():
+                    dying.result()
+                    raise PeerLost(
+                        "the policy worker that sends to it is gone",
+                        rank=self._place.name,
+                        stage="waited for the sender",
+                        remedy="see that worker's log for why it ended",
+                    )
                 if accepting.done():
                     connection = accepting.result()
                     accepting = loop.create_task(self._listener.accept())
@@ -128,6 +148,7 @@ class Greeting:
                         self._greeted[0].cancel()
                         await asyncio.wait([self._greeted.pop(0)])
         finally:
+            dying.cancel()
             accepting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 (await accepting).close()

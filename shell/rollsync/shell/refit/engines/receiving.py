@@ -25,6 +25,7 @@ from rollsync.shell.refit.engines.batches import ConsumerStop
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerRefused
 from rollsync.shell.refit.engines.greeting import Greeting, Place
+from rollsync.shell.refit.engines.lifelines import HeldLifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
 from rollsync.shell.refit.engines.memory import bucket_checksum
 from rollsync.shell.refit.engines.packing import StreamUnpacker
@@ -32,6 +33,7 @@ from rollsync.shell.refit.engines.packing import StreamUnpacker
 
 async def receive_stream(
     listener: Listener,
+    feeder: HeldLifeline,
     medium: ReceiverMedium,
     *,
     place: Place,
@@ -42,12 +44,13 @@ async def receive_stream(
 
     Args:
         listener: where the sender connects.
+        feeder: tells when the sender has died before it connected.
         medium: how the sender's buffers are read.
         place: who this worker is.
         timeout_s: how long one wait may take.
         stop: where the consumer's error is noted when it stops early.
     """
-    sender = await Greeting(listener, medium, place, timeout_s).sender()
+    sender = await Greeting(listener, feeder, medium, place, timeout_s).sender()
     channel = sender.channel
     async with _telling(channel, place.rollout_rank, stop):
         async with aclosing(_Arrivals(channel, sender.memory).batches()) as arriving:

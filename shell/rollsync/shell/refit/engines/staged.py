@@ -19,11 +19,18 @@ from typing import ClassVar, Final
 
 from returns.pipeline import is_successful
 
-from rollsync.pure.refit import PolicyWorker, check_bucket_bytes, describe, plan_routes
+from rollsync.pure.refit import (
+    PolicyWorker,
+    RoutingTable,
+    check_bucket_bytes,
+    describe,
+    plan_routes,
+)
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch, CheckpointEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
 from rollsync.shell.refit.engines.greeting import Place
+from rollsync.shell.refit.engines.lifelines import HeldLifeline, Lifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.receiving import receive_stream
 from rollsync.shell.refit.engines.sending import Receiver, SendingStream
@@ -56,6 +63,8 @@ class StagedEngine(CheckpointEngine):
         self._timeout_s = float(refit_timeout_s)
         self._checksum = checksum
         self._listener: Listener | None = None
+        self._lifeline: Lifeline | None = None
+        self._feeder: HeldLifeline | None = None
         self._memory: SenderMemory | None = None
         self._medium: ReceiverMedium | None = None
         self._rank = 0
@@ -83,11 +92,14 @@ class StagedEngine(CheckpointEngine):
         """Listen for the sender. Buffers are reserved when this turns out to be a sender."""
         if self._listener is None:
             self._listener = self._listen()
+        if self._lifeline is None:
+            self._lifeline = Lifeline(self._listen())
         return {
             "backend": self.backend,
             "host": host_identity(),
             "address": self._listener.address,
             "secret": self._listener.secret.hex(),
+            "lifeline": self._lifeline.address,
         }
 
     def init_policy_process_group(
@@ -103,10 +115,7 @@ class StagedEngine(CheckpointEngine):
         self._rank = worker_rank
         self._train_world_size = train_world_size
         self._rollout_world_size = rollout_world_size
-        routed = plan_routes(train_world_size, rollout_world_size)
-        if not is_successful(routed):
-            raise RefitConfigurationError(describe(routed.failure()), error=routed.failure())
-        fed = routed.unwrap().receivers_of(PolicyWorker(worker_rank))
+        fed = _routes(train_world_size, rollout_world_size).receivers_of(PolicyWorker(worker_rank))
         self._receivers = tuple(_receiver(workers[train_world_size + rank], rank) for rank in fed)
         if self._receivers and self._memory is None:
             self._memory = self._reserve()
@@ -120,12 +129,16 @@ class StagedEngine(CheckpointEngine):
         metadata: Sequence[object],
     ) -> None:
         """Learn who this worker is, to check the sender's greeting against; get ready to read."""
-        self._checked(metadata, train_world_size, rollout_world_size)
+        workers = self._checked(metadata, train_world_size, rollout_world_size)
         self._rank = rollout_rank
         self._train_world_size = train_world_size
         self._rollout_world_size = rollout_world_size
         if self._medium is None:
             self._medium = self._reader()
+        feeder = _routes(train_world_size, rollout_world_size).sender_to(rollout_rank)
+        if self._feeder is not None:
+            self._feeder.close()
+        self._feeder = HeldLifeline(str(workers[feeder.rank]["lifeline"]))
 
     async def send_weights(self, weights: Weights) -> None:
         """Send one stream to every rollout worker that this worker feeds.
@@ -158,12 +171,13 @@ class StagedEngine(CheckpointEngine):
             TransferError: the sender failed, is gone, or did not answer in time.
             StreamError: the stream breaks the packing rules.
         """
-        listener, medium = self._listener, self._medium
-        if listener is None or medium is None:
+        listener, feeder, medium = self._listener, self._feeder, self._medium
+        if listener is None or feeder is None or medium is None:
             raise _not_ready("prepare and init_rollout_process_group")
         return ReceivedBatches(
             lambda stop: receive_stream(
                 listener,
+                feeder,
                 medium,
                 place=Place(
                     rollout_rank=self._rank,
@@ -180,6 +194,12 @@ class StagedEngine(CheckpointEngine):
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
+        if self._feeder is not None:
+            self._feeder.close()
+            self._feeder = None
         if self._medium is not None:
             self._medium.release()
             self._medium = None
@@ -216,6 +236,13 @@ def host_identity() -> str:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _routes(train_world_size: int, rollout_world_size: int) -> RoutingTable:
+    routed = plan_routes(train_world_size, rollout_world_size)
+    if not is_successful(routed):
+        raise RefitConfigurationError(describe(routed.failure()), error=routed.failure())
+    return routed.unwrap()
 
 
 def _receiver(metadata: Mapping[str, object], rank: int) -> Receiver:
