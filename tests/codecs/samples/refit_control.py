@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from rollsync.pure.refit import control
+from rollsync.pure.refit.layout import Box, Part
 
 LARGEST: Final = 2**63 - 1
 
@@ -44,10 +45,14 @@ SAMPLES: Final = {
                     chunk_bytes=4,
                 ),
             ),
+            aliases=(
+                control.Alias(name="b.weight", tensor="a.weight"),
+                control.Alias(name="größer", tensor="größe"),
+            ),
         )
     ),
     "empty": control.ControlMessage(
-        body=control.BucketFilled(bucket=0, filled_bytes=0, checksum=None, pieces=())
+        body=control.BucketFilled(bucket=0, filled_bytes=0, checksum=None, pieces=(), aliases=())
     ),
     "challenge": control.ControlMessage(body=control.Challenge(nonce=b"\x80" * 8)),
     "hello": control.ControlMessage(body=HELLO),
@@ -56,6 +61,21 @@ SAMPLES: Final = {
         body=control.MemoryOffered(
             agent=b"\x00\xff", memory="VRAM", device=1, addresses=(2**47 - 1, 0)
         )
+    ),
+    "plan-offered": control.ControlMessage(body=control.PlanOffered(digest="a0" * 32)),
+    "plan-answered": control.ControlMessage(body=control.PlanAnswered(digest=None, layout="b1")),
+    "plan-declared": control.ControlMessage(body=control.PlanDeclared(plan=b"\x00\xff")),
+    "layout-requested": control.ControlMessage(body=control.LayoutRequested()),
+    "layout-reported": control.ControlMessage(
+        body=control.LayoutReported(
+            parts=(
+                Part("größe", Box((0, LARGEST), (1, 0))),
+                Part("scalar", Box((), ())),
+            )
+        )
+    ),
+    "begins": control.ControlMessage(
+        body=control.StreamBegins(first_byte=512, bucket_bytes=256, layout=None)
     ),
     "released": control.ControlMessage(body=control.BucketReleased(bucket=LARGEST)),
     "ended": control.ControlMessage(

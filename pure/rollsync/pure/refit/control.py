@@ -1,9 +1,12 @@
 """What two ends of a weight stream tell each other beside the payload, as values.
 
 One connection carries one stream. The two ends prove to each other that they know the run's
-secret (`Challenge`, `Hello`, `Welcome`), then the sender announces bucket after bucket, each of
-which the receiver releases when it needs it no more; `StreamEnded` says what the whole stream was,
-and `Failed` may come from either end at any time and is the last message.
+secret (`Challenge`, `Hello`, `Welcome`). They compare what was declared of the weights
+(`PlanOffered`, `PlanAnswered`; when that differs, `PlanDeclared`), the receiver says what it keeps
+of them (`LayoutRequested`, `LayoutReported`, where the sender does not know it yet), and the sender
+says how the stream comes (`StreamBegins`). Then it announces bucket after bucket, each of which the
+receiver releases when it needs it no more; `StreamEnded` says what the whole stream was, and
+`Failed` may come from either end at any time and is the last message.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import Struct
+
+from rollsync.pure.refit.layout import Part
 
 
 class Challenge(Struct, frozen=True, kw_only=True, tag="challenge"):
@@ -55,6 +60,52 @@ class MemoryOffered(Struct, frozen=True, kw_only=True, tag="memory_offered"):
     """The first byte of each buffer, in the sender's address space."""
 
 
+class PlanOffered(Struct, frozen=True, kw_only=True, tag="plan_offered"):
+    """What the sender knows of its stream beforehand."""
+
+    digest: str | None
+    """`agreement.plan_digest` of its declaration; None when it has none."""
+
+
+class PlanAnswered(Struct, frozen=True, kw_only=True, tag="plan_answered"):
+    """What the receiver expects; with another digest than the offered one, the sender has to
+    declare its plan, and the receiver finds the difference."""
+
+    digest: str | None
+    """That of the receiver's declaration; None when it has none, and takes what comes."""
+    layout: str | None
+    """`layout.layout_digest` of what this rank keeps; None: all of every tensor."""
+
+
+class PlanDeclared(Struct, frozen=True, kw_only=True, tag="plan_declared"):
+    """The sender's declaration, for a receiver that has another."""
+
+    plan: bytes
+    """An envelope of kind `refit.plan`."""
+
+
+class LayoutRequested(Struct, frozen=True, kw_only=True, tag="layout_requested"):
+    """The sender does not know the layout of that digest."""
+
+
+class LayoutReported(Struct, frozen=True, kw_only=True, tag="layout_reported"):
+    """What the receiver keeps of each declared tensor."""
+
+    parts: tuple[Part, ...]
+
+
+class StreamBegins(Struct, frozen=True, kw_only=True, tag="stream_begins"):
+    """How the buckets of this stream come."""
+
+    first_byte: int
+    """Where in each of the sender's buffers this stream's buckets begin: receivers of different
+    layouts share the buffers."""
+    bucket_bytes: int
+    """Size of one bucket of this stream, from `first_byte` on."""
+    layout: str | None
+    """The layout that is sent; None: all of every tensor."""
+
+
 class Piece(Struct, frozen=True, kw_only=True, gc=False):
     """The part of one tensor that lies in one bucket; see `buckets.Chunk`."""
 
@@ -66,6 +117,14 @@ class Piece(Struct, frozen=True, kw_only=True, gc=False):
     chunk_bytes: int
 
 
+class Alias(Struct, frozen=True, kw_only=True, gc=False):
+    """A further name of a tensor (a tied weight), whose contents are not sent again."""
+
+    name: str
+    tensor: str
+    """The name under which it is sent."""
+
+
 class BucketFilled(Struct, frozen=True, kw_only=True, tag="bucket_filled"):
     """A bucket is packed and may be read."""
 
@@ -75,6 +134,8 @@ class BucketFilled(Struct, frozen=True, kw_only=True, tag="bucket_filled"):
     checksum: str | None
     """XXH3, 64 bits, hexadecimal, of the filled bytes; None when checksums are off."""
     pieces: tuple[Piece, ...]
+    aliases: tuple[Alias, ...]
+    """Further names of tensors that are whole with this bucket."""
 
 
 class BucketReleased(Struct, frozen=True, kw_only=True, tag="bucket_released"):
@@ -112,6 +173,12 @@ ControlBody = (
     | Hello
     | Welcome
     | MemoryOffered
+    | PlanOffered
+    | PlanAnswered
+    | PlanDeclared
+    | LayoutRequested
+    | LayoutReported
+    | StreamBegins
     | BucketFilled
     | BucketReleased
     | StreamEnded

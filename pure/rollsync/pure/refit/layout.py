@@ -12,10 +12,12 @@ Rules kept here:
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 
+import msgspec
 from msgspec import Struct
 from returns.result import Failure, Result, Success
 
@@ -81,6 +83,11 @@ def part_name(name: str, spec: TensorSpec, box: Box) -> str:
         return name
     ranges = (f"{start}:{start + size}" for start, size in zip(box.starts, box.sizes, strict=True))
     return f"{name}[{','.join(ranges)}]"
+
+
+def layout_digest(layout: Sequence[Part]) -> str:
+    """SHA-256 of a layout, in hexadecimal, over the one MessagePack form that its parts have."""
+    return hashlib.sha256(msgspec.msgpack.encode(layout)).hexdigest()
 
 
 def plan_parts(

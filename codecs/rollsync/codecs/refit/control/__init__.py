@@ -1,6 +1,7 @@
 """`refit.control`: one message between the two ends of a weight stream.
 
-The domain structs have the shape of the wire structs, so they are written as they are.
+The domain structs have the shape of the wire structs, so they are written as they are, but for the
+parts of a layout.
 """
 
 from __future__ import annotations
@@ -10,31 +11,69 @@ from typing import Final, assert_never
 from returns.result import Result, Success
 
 from rollsync.codecs.kind import Refusal, first, kind
-from rollsync.codecs.refit.control import v1
+from rollsync.codecs.refit.control import v1, v2
 from rollsync.pure.refit import control
+from rollsync.pure.refit.layout import Box, Part
 
 
-def to_wire(message: control.ControlMessage) -> control.ControlMessage:
-    """The message, whose bytes are those of its wire struct."""
-    return message
+def to_wire(message: control.ControlMessage) -> control.ControlMessage | v2.ControlMessage:
+    """The message, or its wire struct where that has another shape."""
+    body = message.body
+    if not isinstance(body, control.LayoutReported):
+        return message
+    parts = tuple(
+        v2.Part(name=part.name, starts=part.box.starts, sizes=part.box.sizes) for part in body.parts
+    )
+    return v2.ControlMessage(body=v2.LayoutReported(parts=parts))
 
 
-def from_wire(wire: v1.ControlMessage) -> Result[control.ControlMessage, Refusal]:
+def from_wire(wire: v2.ControlMessage) -> Result[control.ControlMessage, Refusal]:
     """The message."""
     return Success(control.ControlMessage(body=_body(wire.body)))
 
 
-def _body(wire: v1.ControlBody) -> control.ControlBody:
+def _body(wire: v2.ControlBody) -> control.ControlBody:
     match wire:
-        case v1.BucketFilled():
+        case v2.BucketFilled():
             return control.BucketFilled(
                 bucket=wire.bucket,
                 filled_bytes=wire.filled_bytes,
                 checksum=wire.checksum,
                 pieces=tuple(_piece(piece) for piece in wire.pieces),
+                aliases=tuple(control.Alias(name=a.name, tensor=a.tensor) for a in wire.aliases),
             )
         case v1.BucketReleased():
             return control.BucketReleased(bucket=wire.bucket)
+        case v1.StreamEnded():
+            return control.StreamEnded(
+                buckets=wire.buckets,
+                tensors=wire.tensors,
+                payload_bytes=wire.payload_bytes,
+                digest=wire.digest,
+            )
+        case v1.StreamAccepted():
+            return control.StreamAccepted()
+        case v1.Failed():
+            return control.Failed(
+                rank=wire.rank, stage=wire.stage, tensor=wire.tensor, message=wire.message
+            )
+        case _:
+            return _before_the_buckets(wire)
+
+
+def _before_the_buckets(
+    wire: v1.Challenge
+    | v1.Hello
+    | v1.Welcome
+    | v1.MemoryOffered
+    | v2.PlanOffered
+    | v2.PlanAnswered
+    | v2.PlanDeclared
+    | v2.LayoutRequested
+    | v2.LayoutReported
+    | v2.StreamBegins,
+) -> control.ControlBody:
+    match wire:
         case v1.Challenge():
             return control.Challenge(nonce=wire.nonce)
         case v1.Hello():
@@ -48,18 +87,21 @@ def _body(wire: v1.ControlBody) -> control.ControlBody:
                 device=wire.device,
                 addresses=wire.addresses,
             )
-        case v1.StreamEnded():
-            return control.StreamEnded(
-                buckets=wire.buckets,
-                tensors=wire.tensors,
-                payload_bytes=wire.payload_bytes,
-                digest=wire.digest,
+        case v2.PlanOffered():
+            return control.PlanOffered(digest=wire.digest)
+        case v2.PlanAnswered():
+            return control.PlanAnswered(digest=wire.digest, layout=wire.layout)
+        case v2.PlanDeclared():
+            return control.PlanDeclared(plan=wire.plan)
+        case v2.LayoutRequested():
+            return control.LayoutRequested()
+        case v2.LayoutReported():
+            return control.LayoutReported(
+                parts=tuple(Part(part.name, Box(part.starts, part.sizes)) for part in wire.parts)
             )
-        case v1.StreamAccepted():
-            return control.StreamAccepted()
-        case v1.Failed():
-            return control.Failed(
-                rank=wire.rank, stage=wire.stage, tensor=wire.tensor, message=wire.message
+        case v2.StreamBegins():
+            return control.StreamBegins(
+                first_byte=wire.first_byte, bucket_bytes=wire.bucket_bytes, layout=wire.layout
             )
         case _:
             assert_never(wire)
@@ -93,7 +135,7 @@ def _piece(wire: v1.Piece) -> control.Piece:
 CONTROL_MESSAGE: Final = kind(
     "refit.control",
     domain=control.ControlMessage,
-    history=first(v1.ControlMessage),
+    history=first(v1.ControlMessage).then(v2.ControlMessage, v2.from_v1),
     to_wire=to_wire,
     from_wire=from_wire,
 )

@@ -174,6 +174,7 @@ class SendingStream:
             filled_bytes=filled,
             checksum=checksum,
             pieces=tuple(self._pieces),
+            aliases=(),
         )
         self._enter("announced a bucket")
         for index, channel in enumerate(self._channels):

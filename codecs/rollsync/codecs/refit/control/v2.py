@@ -1,0 +1,109 @@
+"""Version 2 of a control message: tied weights are named, plans compared and layouts reported."""
+
+from __future__ import annotations
+
+from rollsync.codecs.canonical import Natural, Wire
+from rollsync.codecs.refit.control import v1
+
+
+class PlanOffered(Wire, frozen=True, kw_only=True, tag="plan_offered"):
+    """What the sender has declared."""
+
+    digest: str | None
+
+
+class PlanAnswered(Wire, frozen=True, kw_only=True, tag="plan_answered"):
+    """What the receiver has declared, and what it keeps."""
+
+    digest: str | None
+    layout: str | None
+
+
+class PlanDeclared(Wire, frozen=True, kw_only=True, tag="plan_declared"):
+    """The sender's declaration."""
+
+    plan: bytes
+
+
+class LayoutRequested(Wire, frozen=True, kw_only=True, tag="layout_requested"):
+    """The sender asks for the layout."""
+
+
+class Part(Wire, frozen=True, kw_only=True):
+    """A box of elements of one tensor."""
+
+    name: str
+    starts: tuple[Natural, ...]
+    sizes: tuple[Natural, ...]
+
+
+class LayoutReported(Wire, frozen=True, kw_only=True, tag="layout_reported"):
+    """What the receiver keeps."""
+
+    parts: tuple[Part, ...]
+
+
+class StreamBegins(Wire, frozen=True, kw_only=True, tag="stream_begins"):
+    """How the buckets come."""
+
+    first_byte: Natural
+    bucket_bytes: Natural
+    layout: str | None
+
+
+class Alias(Wire, frozen=True, kw_only=True):
+    """A further name of a tensor."""
+
+    name: str
+    tensor: str
+
+
+class BucketFilled(Wire, frozen=True, kw_only=True, tag="bucket_filled"):
+    """A bucket may be read."""
+
+    bucket: Natural
+    filled_bytes: Natural
+    checksum: str | None
+    pieces: tuple[v1.Piece, ...]
+    aliases: tuple[Alias, ...]
+
+
+ControlBody = (
+    v1.Challenge
+    | v1.Hello
+    | v1.Welcome
+    | v1.MemoryOffered
+    | PlanOffered
+    | PlanAnswered
+    | PlanDeclared
+    | LayoutRequested
+    | LayoutReported
+    | StreamBegins
+    | BucketFilled
+    | v1.BucketReleased
+    | v1.StreamEnded
+    | v1.StreamAccepted
+    | v1.Failed
+)
+
+
+class ControlMessage(Wire, frozen=True, kw_only=True):
+    """The message."""
+
+    body: ControlBody
+
+
+def from_v1(message: v1.ControlMessage) -> ControlMessage:
+    """The message, in which no tensor has further names."""
+    body = message.body
+    if not isinstance(body, v1.BucketFilled):
+        return ControlMessage(body=body)
+    return ControlMessage(
+        body=BucketFilled(
+            bucket=body.bucket,
+            filled_bytes=body.filled_bytes,
+            checksum=body.checksum,
+            pieces=body.pieces,
+            aliases=(),
+        )
+    )
