@@ -55,6 +55,9 @@ def test_a_file_becomes_a_typed_value(tmp_path: Path) -> None:
         ("grpo", "num_generations_per_prompt", 1),
         ("generation", "backend", "sglang"),
         ("data", "size", 4),
+        ("generation", "fleet", {"min_healthy": 2}),
+        ("generation", "fleet", {"suspect_after": 3, "dead_after": 2}),
+        ("generation", "fleet", {"probes": 2}),
         ("generation", "max_new_tokens", 128),
     ],
 )

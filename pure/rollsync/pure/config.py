@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, json
 
+from rollsync.pure.refit.fleet.state import FleetSettings
 from rollsync.pure.rollout.sampler import CustomSampler, InOrderSampler, SamplerConfig
 from rollsync.pure.rollout.state import RecoveryGranularity
 
@@ -91,6 +92,8 @@ class GenerationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest prompt and completion, in tokens."""
     max_concurrent_requests: Count = 64
     """Requests under way at once, over all engines."""
+    fleet: FleetSettings = FleetSettings()
+    """When an engine counts as lost, and with how few the run goes on."""
 
 
 class CheckpointEngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -190,6 +193,19 @@ def impossible(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
             "generation.max_new_tokens",
             f"{config.generation.max_new_tokens} new tokens leave no room for a prompt within"
             f" generation.max_model_len {config.generation.max_model_len}",
+        )
+    fleet = config.generation.fleet
+    if fleet.min_healthy > config.generation.engines:
+        refuse(
+            "generation.fleet.min_healthy",
+            f"a run of {config.generation.engines} engines (generation.engines) never has"
+            f" {fleet.min_healthy}",
+        )
+    if fleet.dead_after < fleet.suspect_after:
+        refuse(
+            "generation.fleet.dead_after",
+            f"an engine is suspect after {fleet.suspect_after} missed probes"
+            " (generation.fleet.suspect_after), and dead after as many or more",
         )
     if config.run.deterministic and not isinstance(config.sampler, InOrderSampler):
         refuse(

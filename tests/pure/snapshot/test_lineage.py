@@ -15,6 +15,7 @@ from rollsync.pure.config import (
     RecoveryConfig,
     RunConfig,
 )
+from rollsync.pure.refit.fleet.state import FleetSettings
 from rollsync.pure.rollout.sampler import InOrderSampler, WindowedSampler
 from rollsync.pure.rollout.state import RecoveryGranularity
 from rollsync.pure.snapshot.lineage import (
@@ -44,7 +45,12 @@ def changed_paths(config: MasterConfig, dataset_digest: str = "d0") -> tuple[str
 
 def test_operational_settings_may_change() -> None:
     grpo = msgspec.structs.replace(CONFIG.grpo, max_steps=99)
-    generation = msgspec.structs.replace(CONFIG.generation, engines=4, max_concurrent_requests=3)
+    generation = msgspec.structs.replace(
+        CONFIG.generation,
+        engines=4,
+        max_concurrent_requests=3,
+        fleet=FleetSettings(min_healthy=2, probe_interval_s=1.0),
+    )
     changed = msgspec.structs.replace(
         CONFIG,
         run=RunConfig(directory="elsewhere", address="ray://head:10001"),

@@ -24,6 +24,7 @@ OPERATIONAL = (
     "checkpointing",
     "data.max_epochs",
     "generation.engines",
+    "generation.fleet",
     "generation.max_concurrent_requests",
     "grpo.max_steps",
     "recovery.load_replay_buffer",

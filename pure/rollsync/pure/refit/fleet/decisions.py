@@ -1,0 +1,128 @@
+"""What follows from the state of a fleet: who serves, who syncs, what is started, and what a failed
+sync means.
+
+Rule kept here: a lost fleet serves and syncs nothing more; all that is left to do is to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from rollsync.pure.refit.fleet.state import (
+    EnginePhase,
+    FleetState,
+    replacements_left,
+)
+
+_TAKES_PART = frozenset({EnginePhase.OUTDATED, EnginePhase.HEALTHY, EnginePhase.POISONED})
+
+
+class SyncUnfinished(Struct, frozen=True):
+    """Some engines of the sync have not ended yet."""
+
+
+class SyncDone(Struct, frozen=True):
+    """Every living engine that was in the sync serves its version, but for those to blame."""
+
+    version: int
+
+
+class RetrySync(Struct, frozen=True):
+    """The sync is to be tried again with these engines."""
+
+    version: int
+    engines: tuple[str, ...]
+
+
+class SyncGivenUp(Struct, frozen=True):
+    """The sync failed, and no engine can be left out that would help."""
+
+    why: str
+
+
+AfterSync = SyncUnfinished | SyncDone | RetrySync | SyncGivenUp
+
+
+def may_serve(state: FleetState, weight_version: int) -> tuple[str, ...]:
+    """The engines that may answer a request with the weights of `weight_version`."""
+    if state.lost is not None:
+        return ()
+    return tuple(
+        sorted(
+            name
+            for name, record in state.engines.items()
+            if record.phase is EnginePhase.HEALTHY and record.version == weight_version
+        )
+    )
+
+
+def takes_part(state: FleetState) -> tuple[str, ...]:
+    """The engines of the next sync: all that answer. A suspect is not waited for; it syncs when it
+    answers again. In the order of their start, so that ranks stay as they are."""
+    if state.lost is not None:
+        return ()
+    return _by_start(name for name, record in state.engines.items() if record.phase in _TAKES_PART)
+
+
+def awaits_sync(state: FleetState) -> bool:
+    """Whether an engine answers and lacks the weights that the others serve: a replacement, or one
+    that came back. It should get them before the next training step is done."""
+    if state.target_version is None or state.sync is not None or state.lost is not None:
+        return False
+    waiting = (EnginePhase.OUTDATED, EnginePhase.POISONED)
+    return any(record.phase in waiting for record in state.engines.values())
+
+
+def may_sync(state: FleetState) -> bool:
+    """Whether a sync can begin: before the first one the whole fleet is waited for."""
+    if state.target_version is None and any(
+        record.phase is EnginePhase.JOINING for record in state.engines.values()
+    ):
+        return False
+    return bool(takes_part(state))
+
+
+def replacements_wanted(state: FleetState) -> int:
+    """How many engines to start now."""
+    if state.lost is not None:
+        return 0
+    living = sum(record.phase is not EnginePhase.DEAD for record in state.engines.values())
+    return max(0, min(state.wanted - living, replacements_left(state)))
+
+
+def after_sync(state: FleetState) -> AfterSync:
+    """What the outcomes of the sync under way mean.
+
+    A sync is tried again without the engine because of which it failed: once for each, so that it
+    ends. When nobody in the fleet is to blame, trying again would not help.
+    """
+    sync = state.sync
+    if sync is None:
+        return SyncGivenUp("no sync is under way")
+    phases = {name: state.engines[name].phase for name in sync.engines}
+    if EnginePhase.SYNCING in phases.values():
+        return SyncUnfinished()
+    if state.lost is not None:
+        return SyncGivenUp("too few engines are left")
+    lacking = [
+        name
+        for name, phase in phases.items()
+        if phase is not EnginePhase.DEAD and state.engines[name].version != sync.version
+    ]
+    synced = [name for name in sync.engines if state.engines[name].version == sync.version]
+    # One that was dropped for its own failure waits for the next sync: the others go on.
+    if synced and all(name in sync.blamed for name in lacking):
+        return SyncDone(sync.version)
+    if not any(name in sync.blamed for name in sync.engines):
+        causes = "; ".join(f"{name}: {state.engines[name].cause}" for name in lacking)
+        return SyncGivenUp(f"no engine is to blame ({causes})")
+    engines = tuple(name for name in takes_part(state) if name not in sync.blamed)
+    if not engines:
+        return SyncGivenUp("no engine is left to sync")
+    return RetrySync(sync.version, engines)
+
+
+def _by_start(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: (len(name), name)))

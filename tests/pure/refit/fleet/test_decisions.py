@@ -1,0 +1,157 @@
+"""What follows from a fleet's state: who serves, who syncs, when a sync is tried again."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from rollsync.pure.refit.fleet.decisions import (
+    RetrySync,
+    SyncDone,
+    SyncGivenUp,
+    SyncUnfinished,
+    after_sync,
+    awaits_sync,
+    may_serve,
+    may_sync,
+    replacements_wanted,
+    takes_part,
+)
+from rollsync.pure.refit.fleet.events import (
+    ActorDied,
+    EngineJoined,
+    EngineStarted,
+    EngineSynced,
+    EngineSyncFailed,
+    FleetEvent,
+    ProbeAnswered,
+    ProbeMissed,
+    SyncClosed,
+    SyncStarted,
+)
+from rollsync.pure.refit.fleet.state import FleetSettings, FleetState, new_fleet
+from rollsync.pure.refit.fleet.transitions import apply_to_fleet
+
+A, B, C, D = "engine-0", "engine-1", "engine-2", "engine-3"
+ALL = (A, B, C)
+STARTED: tuple[FleetEvent, ...] = tuple(map(EngineStarted, ALL))
+JOINED: tuple[FleetEvent, ...] = (*STARTED, *map(EngineJoined, ALL))
+SYNCED: tuple[FleetEvent, ...] = (
+    *JOINED,
+    SyncStarted(1, ALL),
+    *map(EngineSynced, ALL),
+    SyncClosed(),
+)
+SYNCING: tuple[FleetEvent, ...] = (*SYNCED, SyncStarted(2, ALL))
+
+
+def fleet(*events: FleetEvent, max_replacements: int = 2) -> FleetState:
+    settings = FleetSettings(suspect_after=1, dead_after=3, max_replacements=max_replacements)
+    state = new_fleet(settings, wanted=3)
+    for event in events:
+        state = apply_to_fleet(state, event).unwrap()
+    return state
+
+
+def echo(engine: str) -> EngineSyncFailed:
+    return EngineSyncFailed(engine, "another one failed", own=False)
+
+
+def own(engine: str) -> EngineSyncFailed:
+    return EngineSyncFailed(engine, "it failed", own=True)
+
+
+def test_only_healthy_engines_serve_and_only_their_version() -> None:
+    state = fleet(*SYNCED, ProbeMissed(B))
+    assert may_serve(state, 1) == (A, C)
+    assert may_serve(state, 0) == may_serve(state, 2) == ()
+    assert may_serve(fleet(*SYNCING), 1) == ()
+    assert may_serve(fleet(*SYNCING, EngineSynced(A)), 2) == (A,)
+
+
+def test_the_first_sync_waits_for_the_whole_fleet() -> None:
+    assert not may_sync(fleet(*STARTED))
+    assert not may_sync(fleet(*STARTED, EngineJoined(A)))
+    late = fleet(*JOINED)
+    assert may_sync(late)
+    assert not awaits_sync(late)
+    assert takes_part(late) == ALL
+    # Later ones do not wait for a replacement.
+    assert may_sync(fleet(*SYNCED, ActorDied(A, "killed"), EngineStarted(D)))
+
+
+def test_a_suspect_is_not_waited_for_and_syncs_when_it_is_back() -> None:
+    state = fleet(*SYNCED, ProbeMissed(B))
+    assert takes_part(state) == (A, C)
+    for event in (SyncStarted(2, (A, C)), EngineSynced(A), EngineSynced(C), SyncClosed()):
+        state = apply_to_fleet(state, event).unwrap()
+    assert not awaits_sync(state)
+    state = apply_to_fleet(state, ProbeAnswered(B)).unwrap()
+    assert awaits_sync(state)
+    assert may_serve(state, 2) == (A, C)
+
+
+def test_a_replacement_serves_only_after_a_sync() -> None:
+    state = fleet(*SYNCED, ActorDied(A, "killed"))
+    assert replacements_wanted(state) == 1
+    state = apply_to_fleet(state, EngineStarted(D)).unwrap()
+    assert replacements_wanted(state) == 0
+    assert not awaits_sync(state)
+    state = apply_to_fleet(state, EngineJoined(D)).unwrap()
+    assert awaits_sync(state)
+    assert may_serve(state, 1) == (B, C)
+    for event in (SyncStarted(1, takes_part(state)), EngineSynced(D)):
+        state = apply_to_fleet(state, event).unwrap()
+    assert may_serve(state, 1) == (D,)
+
+
+def test_replacements_come_to_an_end() -> None:
+    state = fleet(*SYNCED, ActorDied(A, "killed"), ActorDied(B, "killed"), max_replacements=1)
+    assert replacements_wanted(state) == 1
+    state = apply_to_fleet(state, EngineStarted(D)).unwrap()
+    assert replacements_wanted(state) == 0
+    lost = fleet(*SYNCED, *(ActorDied(each, "killed") for each in ALL))
+    assert lost.lost is not None
+    assert replacements_wanted(lost) == 0
+    assert takes_part(lost) == ()
+
+
+def test_a_sync_that_all_have_loaded_is_done() -> None:
+    state = fleet(*SYNCING, EngineSynced(A), EngineSynced(B))
+    assert after_sync(state) == SyncUnfinished()
+    assert after_sync(apply_to_fleet(state, EngineSynced(C)).unwrap()) == SyncDone(2)
+
+
+def test_a_sync_goes_on_without_one_that_died_when_the_others_have_the_weights() -> None:
+    state = fleet(*SYNCING, EngineSynced(A), EngineSynced(B), ActorDied(C, "killed"))
+    assert after_sync(state) == SyncDone(2)
+    alive = fleet(*SYNCING, EngineSynced(A), EngineSynced(B), own(C))
+    assert after_sync(alive) == SyncDone(2)
+    assert awaits_sync(apply_to_fleet(alive, SyncClosed()).unwrap())
+
+
+def test_a_sync_is_tried_again_without_each_engine_that_broke_it() -> None:
+    state = fleet(*SYNCING, echo(A), EngineSynced(B), ActorDied(C, "killed"))
+    assert after_sync(state) == RetrySync(2, (A, B))
+    for event in (SyncStarted(2, (A, B)), echo(A), own(B)):
+        state = apply_to_fleet(state, event).unwrap()
+    assert state.sync is not None
+    assert state.sync.attempt == 2
+    assert after_sync(state) == RetrySync(2, (A,))
+    for event in (SyncStarted(2, (A,)), own(A)):
+        state = apply_to_fleet(state, event).unwrap()
+    assert after_sync(state) == SyncGivenUp("no engine is left to sync")
+
+
+def test_a_sync_that_no_engine_broke_is_not_tried_again() -> None:
+    state = fleet(*SYNCING, *map(echo, ALL))
+    given_up = after_sync(state)
+    assert isinstance(given_up, SyncGivenUp)
+    assert "another one failed" in given_up.why
+    assert isinstance(after_sync(fleet(*SYNCED)), SyncGivenUp)
+
+
+def test_a_lost_fleet_syncs_nothing_more() -> None:
+    state = fleet(*SYNCING, EngineSynced(A), *(ActorDied(each, "killed") for each in ALL))
+    assert isinstance(after_sync(state), SyncGivenUp)
+    settings = replace(state.settings, min_healthy=0)
+    assert not awaits_sync(replace(state, settings=settings))
