@@ -86,4 +86,5 @@ def test_every_version_has_a_golden() -> None:
 def test_every_golden_file_is_used() -> None:
     used = {path for golden in GOLDENS for path in (golden.hex_path, golden.json_path)}
     used |= {schema_path(kind, version) for kind, version in VERSIONS}
-    assert set(GOLDEN.iterdir()) == used
+    # The directories are runs of released versions; `tests/shell/run/test_released.py` has those.
+    assert {path for path in GOLDEN.iterdir() if not path.is_dir()} == used
