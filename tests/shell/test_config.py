@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rollsync.pure.config import TransferQueuePlaneConfig
 from rollsync.pure.rollout.sampler import InOrderSampler
 from rollsync.shell.config import ConfigError, parse_config, read_config
 
@@ -75,6 +76,30 @@ def test_a_bucket_ratio_outside_its_range_is_refused() -> None:
     wrong = settings() | {"checkpoint_engine": {"update_weights_bucket_memory_ratio": 1.0}}
     with pytest.raises(ConfigError, match="checkpoint_engine"):
         parse(wrong)
+
+
+def test_a_clusters_address_is_where_a_controller_can_be() -> None:
+    for address in ("auto", "10.0.0.1:6379"):
+        parse(settings() | {"cluster": {"address": address}})
+    with pytest.raises(ConfigError, match=r"cluster\.address.*on a node of the cluster"):
+        parse(settings() | {"cluster": {"address": "ray://head:10001"}})
+    moved = settings()
+    moved["run"]["address"] = None
+    parse(moved)
+    moved["run"]["address"] = "auto"
+    with pytest.raises(ConfigError, match=r"run\.address.*cluster\.address"):
+        parse(moved)
+
+
+def test_a_data_plane_is_named_by_its_backend() -> None:
+    queue = {"backend": "transfer_queue", "storage": "ray", "deadline_s": 5}
+    config = parse_config(
+        yaml.safe_dump(settings() | {"data_plane": queue}).encode(), source="run.yaml"
+    )
+    assert config.data_plane == TransferQueuePlaneConfig(storage="ray", deadline_s=5)
+    for wrong in ({"backend": "redis"}, {"backend": "in_process", "storage": "ray"}):
+        with pytest.raises(ConfigError, match="data_plane"):
+            parse(settings() | {"data_plane": wrong})
 
 
 def test_a_deterministic_run_needs_a_sampler_that_time_cannot_change() -> None:

@@ -21,6 +21,7 @@ Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # The upper bounds keep out infinity, which YAML can write.
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
+Amount = Annotated[float, Meta(ge=0, le=1e6)]
 Name = Annotated[str, Meta(min_length=1)]
 Scalar = str | int | float | bool
 
@@ -35,7 +36,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     deterministic: bool = False
     """One torch thread and deterministic kernels, so that equal runs give equal bits."""
     address: Name | None = None
-    """Address of a Ray cluster; None starts Ray in this process's machine."""
+    """Moved to `cluster.address`; null is read because configurations of old runs have it."""
 
 
 class DataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +140,64 @@ class RecoveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Spare prompts kept to replace dropped groups."""
 
 
+class WorkerResources(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What Ray reserves for one worker, on one node."""
+
+    cpus: Amount = 1.0
+    gpus: Amount = 0.0
+    custom: dict[Name, Positive] = {}
+    """Further resources, by the name that the cluster's nodes declare."""
+
+
+class ClusterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the run's processes are. The controller is where the command is started."""
+
+    address: Name | None = None
+    """`host:port` or `auto`, of the Ray cluster that this machine belongs to; None starts Ray on
+    this machine alone."""
+    policy_worker: WorkerResources = WorkerResources()
+    generation_engine: WorkerResources = WorkerResources()
+    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
+    """On as few nodes as possible, or on as many; `strict_`: on one node, or each on its own, and
+    else the run does not start."""
+    deadline_s: Seconds = 120.0
+    """Longest wait for these resources."""
+
+
+class InProcessPlaneConfig(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="backend",
+    tag="in_process",
+):
+    """Rows in the controller's memory."""
+
+
+class TransferQueuePlaneConfig(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="backend",
+    tag="transfer_queue",
+):
+    """Rows in a TransferQueue that the run starts on its Ray cluster."""
+
+    storage: Literal["simple", "ray"] = "simple"
+    """`simple`: storage actors of the queue's own, over the nodes; `ray`: Ray's object store."""
+    storage_units: Count = 2
+    """Storage actors of `simple`; each has a CPU to itself."""
+    node_resource: Name | None = None
+    """Custom resource of the nodes that `simple` stores on; None: all nodes."""
+    deadline_s: Seconds = 60.0
+    """Longest wait for the queue to start, and for each of its answers."""
+
+
+DataPlaneConfig = InProcessPlaneConfig | TransferQueuePlaneConfig
+
+
 class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that `rollsync run` reads from a configuration file."""
 
@@ -151,6 +210,8 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    data_plane: DataPlaneConfig = InProcessPlaneConfig()
     buffer_capacity: Count | None = None
     """Most groups admitted and untrained at once; None: as many as the sampler needs."""
 
@@ -170,6 +231,14 @@ def impossible(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
     def refuse(path: str, reason: str) -> None:
         found.append(ImpossibleSetting(path=path, reason=reason))
 
+    if config.run.address is not None:
+        refuse("run.address", "it has moved; give it as cluster.address")
+    if config.cluster.address is not None and "://" in config.cluster.address:
+        refuse(
+            "cluster.address",
+            "a controller outside the cluster cannot reach its workers; start the command on a node"
+            " of the cluster and give host:port, or auto",
+        )
     per_step = config.grpo.num_prompts_per_step
     ahead = _lookahead(config.sampler)
     if ahead is not None and ahead[1] < 0:

@@ -7,6 +7,7 @@ import msgspec
 from rollsync.pure.config import (
     CheckpointEngineConfig,
     CheckpointingConfig,
+    ClusterConfig,
     DataConfig,
     GenerationConfig,
     GrpoConfig,
@@ -14,6 +15,7 @@ from rollsync.pure.config import (
     ModelConfig,
     RecoveryConfig,
     RunConfig,
+    TransferQueuePlaneConfig,
 )
 from rollsync.pure.refit.fleet.state import FleetSettings
 from rollsync.pure.rollout.sampler import InOrderSampler, WindowedSampler
@@ -54,6 +56,8 @@ def test_operational_settings_may_change() -> None:
     changed = msgspec.structs.replace(
         CONFIG,
         run=RunConfig(directory="elsewhere", address="ray://head:10001"),
+        cluster=ClusterConfig(address="head:6379", strategy="spread"),
+        data_plane=TransferQueuePlaneConfig(storage="ray"),
         data=msgspec.structs.replace(CONFIG.data, max_epochs=7),
         grpo=grpo,
         generation=generation,

@@ -22,7 +22,9 @@ OPERATIONAL = (
     "buffer_capacity",
     "checkpoint_engine",
     "checkpointing",
+    "cluster",
     "data.max_epochs",
+    "data_plane",
     "generation.engines",
     "generation.fleet",
     "generation.max_concurrent_requests",
@@ -34,7 +36,8 @@ OPERATIONAL = (
     "run.directory",
 )
 """Settings, and whole sections, that may differ when a run is resumed: where and how long it runs,
-how it is saved, how weights travel, and what it puts up with."""
+how it is saved, how weights travel, where its rows are between two saves, and what it puts up
+with."""
 _CREDENTIAL = re.compile(
     r"(^|_)(password|passwd|secret|credentials?|api_key|access_key|private_key"
     r"|auth_token|access_token)$",

@@ -128,7 +128,7 @@ def run_config(config: MasterConfig, *, listener: JournalListener | None = None)
     if listener is not None:
         journal.listen(listener)
     ray.init(
-        address=config.run.address,
+        address=config.cluster.address or "local",
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.WARNING,
