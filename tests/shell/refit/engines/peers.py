@@ -1,13 +1,13 @@
-"""Two ends of a stream as real processes, either of which kills itself at a given tensor."""
+"""Two ends of a stream as real processes, either of which dies at a given moment."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import aclosing
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -15,13 +15,10 @@ import torch
 
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
 from rollsync.shell.refit.engines.conformance_workers import BUCKET_BYTES, sample_weights
+from tests.shell.refit.engines.moments import BEFORE_IT, NEVER, Death, arrange
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.shell.refit.engines.peers"])
-
-AT_THE_END = "the end of the stream"
-BEFORE_IT = "before the stream"
-NEVER = ""
 
 
 def engine_of(backend: str, timeout_s: float) -> CheckpointEngine:
@@ -31,27 +28,22 @@ def engine_of(backend: str, timeout_s: float) -> CheckpointEngine:
     )
 
 
-def die_at(here: str, at: str) -> None:
-    """End this process at once, as the kernel's out-of-memory killer does."""
-    if here == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def weights_dying_at(at: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The samples; the process dies where it would make the one of that name."""
+def samples_told_to(death: Death) -> Iterator[tuple[str, torch.Tensor]]:
+    """The samples, each of which is a moment, and so is their end."""
     for name, tensor in sample_weights().items():
-        die_at(name, at)
+        death.moment(f"makes {name}")
         yield name, tensor
-    die_at(AT_THE_END, at)
+    death.moment("makes the end")
 
 
-async def receive_all(engine: CheckpointEngine, die: str = NEVER) -> list[str]:
-    """The names of one stream; the process dies where it would load the one of that name."""
+async def receive_all(engine: CheckpointEngine, death: Death | None = None) -> list[str]:
+    """The names of one stream; each is a moment."""
     names: list[str] = []
     async with aclosing(engine.receive_weight_batches()) as batches:
         async for batch in batches:
             for name, _ in batch:
-                die_at(name, die)
+                if death is not None:
+                    death.moment(f"loads {name}")
                 names.append(name)
     return names
 
@@ -72,12 +64,26 @@ def _peer(pipe: Connection, backend: str, role: str, timeout_s: float, die: str)
     pipe.send(engine.prepare())
     _connect_as(engine, role, pipe.recv())
     pipe.send("connected")
-    die_at(BEFORE_IT, die)
+    death = Death(die)
+    arrange(death)
+    death.moment(BEFORE_IT)
     if role == "policy":
-        asyncio.run(engine.send_weights(weights_dying_at(die)))
+        asyncio.run(engine.send_weights(samples_told_to(death)))
     else:
-        asyncio.run(receive_all(engine, die))
+        asyncio.run(receive_all(engine, death))
     pipe.send("done")
+    engine.finalize()
+
+
+@cache
+def warm_up(backend: str) -> None:
+    """Loads once what stays with this process: the server of processes, and the backend."""
+    process = PROCESSES.Process(target=int)
+    process.start()
+    process.join()
+    process.close()
+    engine = engine_of(backend, 1.0)
+    engine.prepare()
     engine.finalize()
 
 
@@ -87,11 +93,18 @@ class Peer:
     Args:
         mine: this process's engine.
         role: the other end's, `policy` or `rollout`.
-        die: where it dies.
+        timeout_s: how long the other end waits for this one.
+        die: the moment at which it dies.
     """
 
     def __init__(
-        self, mine: CheckpointEngine, *, backend: str, role: str, timeout_s: float, die: str
+        self,
+        mine: CheckpointEngine,
+        *,
+        backend: str,
+        role: str,
+        timeout_s: float,
+        die: str = NEVER,
     ) -> None:
         self.pipe, theirs = PROCESSES.Pipe()
         self.process: BaseProcess = PROCESSES.Process(
@@ -122,3 +135,4 @@ class Peer:
         self.pipe.close()
         self.process.kill()
         self.process.join()
+        self.process.close()

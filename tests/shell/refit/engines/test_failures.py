@@ -22,7 +22,7 @@ from rollsync.shell.refit.engines.errors import PeerFailed, TransferError
 from rollsync.shell.refit.engines.memory import BufferAllocationError, SharedBuffers
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent, RegistrationError
 from rollsync.shell.refit.errors import RefitConfigurationError
-from tests.shell.refit.engines.peers import NEVER, Peer, engine_of, receive_all
+from tests.shell.refit.engines.peers import Peer, engine_of, receive_all
 
 BACKENDS = ["shm", "nixl"]
 
@@ -66,7 +66,7 @@ def test_a_stuck_receiver_is_given_up_at_the_deadline(backend: str) -> None:
         await receiving.aclose()
 
     engine = engine_of(backend, 20.0)
-    sender = Peer(engine, backend=backend, role="policy", timeout_s=0.5, die=NEVER)
+    sender = Peer(engine, backend=backend, role="policy", timeout_s=0.5)
     asyncio.run(stuck(engine))
     sender.process.join(20)
     assert sender.process.exitcode == 1
@@ -84,7 +84,7 @@ def hostile_frames() -> Iterator[bytes]:
 
 def test_strangers_are_turned_away_and_the_sender_still_gets_in(backend: str) -> None:
     engine = engine_of(backend, 20.0)
-    sender = Peer(engine, backend=backend, role="policy", timeout_s=20.0, die=NEVER)
+    sender = Peer(engine, backend=backend, role="policy", timeout_s=20.0)
     address = str(engine.prepare()["address"])
 
     async def knock(frame: bytes) -> bytes:

@@ -196,13 +196,18 @@ class Rollouts:
         """What every worker says of the stream."""
         found: list[Received] = []
         self._open_files = len(os.listdir("/proc/self/fd"))
-        for pipe in self._pipes:
-            answer = self._answer(pipe)
-            if not isinstance(answer, Received):
-                raise AssertionError(f"a worker answered {answer}")
+        for rank in range(len(self._pipes)):
+            answer = self.answer_of(rank)
             self._open_files += answer.open_files
             found.append(Received(answer.names, answer.error, answer.error_types))
         return found
+
+    def answer_of(self, rank: int) -> Received:
+        """What one worker says of the stream."""
+        answer = self._answer(self._pipes[rank])
+        if not isinstance(answer, Received):
+            raise AssertionError(f"a worker answered {answer}")
+        return answer
 
     def open_files(self) -> int:
         """Open files of all processes after the last stream."""

@@ -156,7 +156,9 @@ async def _descriptors(channel: ControlChannel) -> list[int]:
     try:
         async with asyncio.timeout(HAND_OVER_TIMEOUT_S):
             await ready.wait()
-        _, descriptors, _, _ = socket.recv_fds(channel.connection, 1, _MOST_BUFFERS)
+        carrier, descriptors, _, _ = socket.recv_fds(channel.connection, 1, _MOST_BUFFERS)
+        if not carrier:
+            raise ConnectionResetError
     except OSError as error:
         # A deadline that has passed is one of these too.
         raise PeerLost(
