@@ -1,0 +1,150 @@
+"""What can be placed is placed, and what cannot is named with what is there."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from rollsync.pure.config import (
+    ClusterConfig,
+    DataConfig,
+    GenerationConfig,
+    GrpoConfig,
+    MasterConfig,
+    ModelConfig,
+    RunConfig,
+    TransferQueuePlaneConfig,
+    WorkerResources,
+)
+from rollsync.pure.placement import (
+    ClusterNode,
+    WorkerNeed,
+    describe_needs,
+    describe_nodes,
+    local_cpus,
+    missing_for_queue,
+    missing_for_workers,
+    queue_cpus,
+    worker_needs,
+    workers_by_host,
+)
+from rollsync.pure.rollout.sampler import InOrderSampler
+
+CONFIG = MasterConfig(
+    run=RunConfig(directory="run"),
+    data=DataConfig(task="chain_sum", size=8),
+    model=ModelConfig(path="model"),
+    grpo=GrpoConfig(
+        num_prompts_per_step=2, num_generations_per_prompt=2, max_steps=1, learning_rate=1e-3
+    ),
+    generation=GenerationConfig(backend="torch", max_new_tokens=4, engines=3),
+    sampler=InOrderSampler(),
+)
+
+
+def node(name: str, cpus: float, free: float | None = None, **more: float) -> ClusterNode:
+    total = {"CPU": cpus, **more} if cpus else dict(more)
+    return ClusterNode(
+        node_id=name,
+        host=name[0],
+        total=total,
+        available=total if free is None else {**total, "CPU": free},
+    )
+
+
+def need(**resources: float) -> WorkerNeed:
+    return WorkerNeed(role="worker", resources=resources)
+
+
+def test_a_run_needs_one_policy_worker_and_its_engines() -> None:
+    cluster = ClusterConfig(
+        policy_worker=WorkerResources(gpus=1),
+        generation_engine=WorkerResources(cpus=0, gpus=0.5, custom={"fast": 1}),
+    )
+    needs = worker_needs(replace(CONFIG, cluster=cluster))
+    assert describe_needs(needs) == (
+        "1 policy worker (1 CPU, 1 GPU), 3 generation engines (0.5 GPU, 1 fast each)"
+    )
+
+
+def test_a_ray_of_the_runs_own_declares_what_the_run_counts() -> None:
+    assert local_cpus(CONFIG, machine_cpus=2) == 4
+    assert local_cpus(CONFIG, machine_cpus=64) == 64
+    queue = TransferQueuePlaneConfig(storage_units=3)
+    assert local_cpus(replace(CONFIG, data_plane=queue), machine_cpus=2) == 8
+    assert queue_cpus(TransferQueuePlaneConfig(storage="ray")) == 1
+
+
+def test_what_no_node_has_is_missing() -> None:
+    nodes = [node("a", 4), node("b", 4, GPU=1)]
+    assert missing_for_workers([need(CPU=4), need(CPU=1, GPU=1)], nodes, strategy="pack") == ()
+    assert missing_for_workers([need(CPU=5)], nodes, strategy="pack") == (
+        "no node has 5 CPU for a worker",
+    )
+    assert missing_for_workers([need(GPU=1), need(GPU=1)], nodes, strategy="pack") == (
+        "2 GPU needed in all, the cluster has 1",
+    )
+    assert missing_for_workers([need(CPU=3), need(CPU=3)], nodes, strategy="strict_pack") == (
+        "no node has 6 CPU, for strict_pack",
+    )
+    assert missing_for_workers([need(CPU=1)] * 3, nodes, strategy="strict_spread") == (
+        "3 workers for 2 nodes, for strict_spread",
+    )
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.sampled_from(["pack", "strict_pack", "strict_spread"]),
+)
+def test_what_is_called_missing_cannot_be_placed(
+    wanted: list[int], there: list[int], strategy: str
+) -> None:
+    """Compared with trying every placement: nothing that works is refused."""
+    needs = [need(CPU=cpus) for cpus in wanted]
+    nodes = [node(str(index), cpus) for index, cpus in enumerate(there)]
+    if _fits(wanted, there, strategy):
+        assert missing_for_workers(needs, nodes, strategy=strategy) == ()
+
+
+def _fits(wanted: list[int], free: list[int], strategy: str) -> bool:
+    if strategy == "strict_pack":
+        return any(sum(wanted) <= cpus for cpus in free)
+    if not wanted:
+        return True
+    for index, cpus in enumerate(free):
+        if wanted[0] <= cpus:
+            after = 0 if strategy == "strict_spread" else cpus - wanted[0]
+            if _fits(wanted[1:], [*free[:index], after, *free[index + 1 :]], strategy):
+                return True
+    return False
+
+
+def test_a_queue_needs_a_cpu_for_each_unit_where_it_is_dealt() -> None:
+    plane = TransferQueuePlaneConfig(storage_units=3)
+    assert missing_for_queue(plane, [node("a", 2), node("b", 2)]) == ()
+    assert missing_for_queue(plane, [node("b", 2), node("a", 4, free=1)]) == (
+        "node a has 1 free CPUs for 2 storage units",
+    )
+    assert missing_for_queue(plane, [node("a", 3)]) == (
+        "no node has a free CPU for the queue's controller",
+    )
+    chosen = TransferQueuePlaneConfig(storage_units=2, node_resource="rows")
+    assert missing_for_queue(chosen, [node("a", 1), node("b", 2, rows=1)]) == ()
+    assert missing_for_queue(chosen, [node("a", 9)]) == (
+        "no node has the resource rows (data_plane.node_resource)",
+    )
+    objects = TransferQueuePlaneConfig(storage="ray", storage_units=9)
+    assert missing_for_queue(objects, [node("a", 1)]) == ()
+
+
+def test_workers_share_the_memory_of_their_host() -> None:
+    nodes = [node("a1", 1), node("a2", 1), node("b1", 1)]
+    assert workers_by_host(["a1", "b1", "a2", "a1"], nodes) == (3, 1, 3, 3)
+
+
+def test_nodes_are_described_by_what_is_free() -> None:
+    assert describe_nodes([node("a1", 4, free=1), node("b1", 0, rows=1)]) == (
+        "node a1 on a: 1 of 4 CPU free; node b1 on b: no CPU or GPU"
+    )
