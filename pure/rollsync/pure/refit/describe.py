@@ -48,7 +48,13 @@ def describe(error: e.RefitError) -> str:
             | e.SitesIncomplete()
         ):
             return _workers(error)
-        case e.UnknownTensor() | e.PartOutOfBounds() | e.PartsOverlap() | e.TensorNotCovered():
+        case (
+            e.UnknownTensor()
+            | e.PartOutOfBounds()
+            | e.PartsOverlap()
+            | e.TensorNotCovered()
+            | e.TooManyLayouts()
+        ):
             return _layout(error)
         case (
             e.WorldNotDivisible()
@@ -202,7 +208,7 @@ def _place(side: e.Side, group: int) -> str:
     return "policy workers" if side == "policy" else f"data-parallel group {group}"
 
 
-def _layout(error: e.LayoutError) -> str:
+def _layout(error: e.LayoutError | e.TooManyLayouts) -> str:
     match error:
         case e.UnknownTensor():
             return (
@@ -224,6 +230,11 @@ def _layout(error: e.LayoutError) -> str:
             return (
                 f"of the {error.elements} elements of tensor {error.tensor!r} the rollout ranks "
                 f"hold {error.held}: a rank of the engine did not report what it keeps"
+            )
+        case e.TooManyLayouts():
+            return (
+                f"a policy worker feeds {error.layouts} different layouts, too many for buffers of "
+                f"{error.buffer_bytes} bytes: give it larger buffers, or run more policy workers"
             )
         case _:
             assert_never(error)

@@ -266,6 +266,14 @@ class TensorNotCovered(_Error, frozen=True, kw_only=True):
 
 LayoutError = UnknownTensor | PartOutOfBounds | PartsOverlap | TensorNotCovered
 
+
+class TooManyLayouts(_Error, frozen=True, kw_only=True):
+    """A sender's buffers are too small to be shared by the different layouts that it feeds."""
+
+    layouts: int
+    buffer_bytes: int
+
+
 # Parallel layout of a model
 
 
@@ -389,6 +397,7 @@ RefitError = (
     | RankBeyondWorld
     | RouteError
     | LayoutError
+    | TooManyLayouts
     | ParallelError
     | ShapesError
     | LifecycleError

@@ -14,6 +14,9 @@ from typing import ClassVar
 
 import torch
 
+from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit.layout import Part
+
 Weights = Iterable[tuple[str, torch.Tensor]]
 """A stream: name and tensor, in the order in which they are sent. Consumed once."""
 
@@ -82,3 +85,22 @@ class CheckpointEngine(ABC):
     @abstractmethod
     def finalize(self) -> None:
         """Give back everything that `prepare` reserved."""
+
+
+class DeclaringEngine(CheckpointEngine):
+    """An engine whose ends compare what is declared of a stream before its first byte, and which
+    sends a rollout worker only the parts that it keeps. A plug-in need not be one."""
+
+    @abstractmethod
+    def declare_weights(self, declared: Sequence[TensorSpec] | None) -> None:
+        """Take what streams will hold, in their order, on either side; None: that is not known."""
+
+    @abstractmethod
+    def set_target_weight_layout(self, layout: Sequence[Part] | None) -> None:
+        """Take what part of each declared tensor this rollout worker keeps; None: all of it."""
+
+    @property
+    @abstractmethod
+    def comes_in_parts(self) -> bool:
+        """Whether the stream that is being received carries the parts of this worker's layout,
+        each under `part_name`, and no whole declared tensor; known with its first batch."""

@@ -136,7 +136,7 @@ class ControlChannel:
                 head = await self._exactly(_LENGTH.size + _CODE_BYTES)
                 (length,) = _LENGTH.unpack_from(head)
                 if length > self._limit:
-                    raise self._refused(f"a frame of {length} bytes is too long")
+                    raise self.refused(f"a frame of {length} bytes is too long")
                 message = await self._exactly(length)
         except TimeoutError as error:
             raise self._timeout(f"{self.peer} said nothing") from error
@@ -145,11 +145,11 @@ class ControlChannel:
         other: Side = "receiver" if self._side == "sender" else "sender"
         code = self._code(other, self._received, message)
         if not hmac.compare_digest(code, head[_LENGTH.size :]):
-            raise self._refused("a frame with a wrong code")
+            raise self.refused("a frame with a wrong code")
         self._received += 1
         decoded = CONTROL_MESSAGE.decode(message)
         if not is_successful(decoded):
-            raise self._refused(describe(decoded.failure()))
+            raise self.refused(describe(decoded.failure()))
         body = decoded.unwrap().body
         if isinstance(body, Failed):
             at = f", at tensor {body.tensor}" if body.tensor else ""
@@ -163,7 +163,7 @@ class ControlChannel:
 
     def unexpected(self, body: ControlBody) -> PeerRefused:
         """The error for a message that has no place here."""
-        return self._refused(f"an unexpected message, {type(body).__name__}")
+        return self.refused(f"an unexpected message, {type(body).__name__}")
 
     def has_news(self) -> bool:
         """Whether a message, or the connection's end, can be received without waiting."""
@@ -227,7 +227,7 @@ class ControlChannel:
             remedy="see that worker's log for why it ended",
         )
 
-    def _refused(self, why: str) -> PeerRefused:
+    def refused(self, why: str) -> PeerRefused:
         return PeerRefused(
             f"{self.peer} sent {why}",
             rank=self.rank,

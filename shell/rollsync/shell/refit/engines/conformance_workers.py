@@ -41,9 +41,12 @@ def sample_weights() -> dict[str, torch.Tensor]:
     def some_bytes(count: int) -> torch.Tensor:
         return torch.randint(0, 255, (count,), dtype=torch.uint8, generator=random)
 
-    matrix, tied = floats(40, 30), floats(30, 50)
+    matrix, tied, near = floats(40, 30), floats(30, 50), floats(3, 4)
     weights = {
+        "near.first": near,
         "three_bf16": floats(3).to(torch.bfloat16),
+        "near.other": floats(3, 4),
+        "near.second": near,
         "then_fp32": floats(5),
         "zero_dimensional": torch.tensor(3.5, dtype=torch.float64),
         "no_bytes": torch.empty(0, 7),
@@ -66,6 +69,18 @@ def sample_weights() -> dict[str, torch.Tensor]:
     for dtype in (torch.uint16, torch.int8, torch.int64):
         weights[str(dtype)] = torch.arange(9).to(dtype)
     return weights
+
+
+TIED: Final = ("near.first", "near.second", "tied.embedding", "tied.output")
+"""Samples that are tied in pairs: a further name may come with the first one."""
+
+
+def gathered_weights() -> Iterator[tuple[str, torch.Tensor]]:
+    """The samples from a trainer that gathers each one into the same memory."""
+    memory = torch.empty(4 * BUCKET_BYTES, dtype=torch.uint8)
+    for name, tensor in sample_weights().items():
+        gathered = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        yield name, gathered.copy_(tensor)
 
 
 class IteratorFailed(Exception):

@@ -43,11 +43,23 @@ class ReceiverMemory(Protocol):
     in_place: ClassVar[bool]
     """Whether what `fetch` gives lies in the sender's own buffer, which it may then not refill."""
 
-    def start(self, channel: ControlChannel, bucket: int, filled_bytes: int) -> None:
-        """Begin to read a bucket that the sender has filled, if that is work at all."""
+    def start(
+        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
+    ) -> None:
+        """Begin to read a bucket that the sender has filled, if that is work at all.
 
-    async def fetch(self, channel: ControlChannel, bucket: int, filled_bytes: int) -> torch.Tensor:
-        """The contents of the bucket that was started: `(at least filled_bytes,)` uint8."""
+        Args:
+            channel: to the sender.
+            bucket: index in the stream.
+            first_byte: where in the sender's buffer it begins.
+            filled_bytes: how much of it is filled.
+        """
+
+    async def fetch(
+        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
+    ) -> torch.Tensor:
+        """The contents of the bucket that was started: `(at least filled_bytes,)` uint8, of a
+        length that every element size divides."""
 
 
 class ReceiverMedium(Protocol):

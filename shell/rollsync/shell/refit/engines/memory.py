@@ -96,12 +96,16 @@ class SharedBuffers:
     async def serve(self) -> None:
         """Nothing to do: receivers read the memory themselves."""
 
-    def start(self, channel: ControlChannel, bucket: int, filled_bytes: int) -> None:
+    def start(
+        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
+    ) -> None:
         """Nothing to do: what the sender has packed is there."""
 
-    async def fetch(self, channel: ControlChannel, bucket: int, filled_bytes: int) -> torch.Tensor:
+    async def fetch(
+        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
+    ) -> torch.Tensor:
         """The sender's buffer itself."""
-        return self.buffers[bucket % len(self.buffers)]
+        return self.buffers[bucket % len(self.buffers)][first_byte:]
 
     def release(self) -> None:
         """Unmap as soon as no tensor uses the memory any more, and close the files."""

@@ -126,7 +126,9 @@ class NixlMedium:
         self._sender = _Sender(hello.memory_id, agent, offered)
         return self
 
-    def start(self, channel: ControlChannel, bucket: int, filled_bytes: int) -> None:
+    def start(
+        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
+    ) -> None:
         """Begin to read the bucket into this worker's buffer.
 
         Raises:
@@ -137,7 +139,7 @@ class NixlMedium:
             return
         offered = sender.offered
         source = (
-            offered.addresses[bucket % len(offered.addresses)],
+            offered.addresses[bucket % len(offered.addresses)] + first_byte,
             offered.device,
             offered.memory,
         )
@@ -145,7 +147,9 @@ class NixlMedium:
         with _as_loss(channel):
             self._reads[bucket] = self._agent.read(sender.agent, source, target)
 
-    async def fetch(self, channel: ControlChannel, bucket: int, filled_bytes: int) -> torch.Tensor:
+    async def fetch(
+        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
+    ) -> torch.Tensor:
         """Wait for the read that was begun.
 
         Raises:

@@ -21,7 +21,8 @@ from rollsync.pure.refit import (
     describe,
     place_tensor,
 )
-from rollsync.pure.refit.control import Piece
+from rollsync.pure.refit.control import Alias, Piece
+from rollsync.pure.refit.errors import TensorNamedTwice
 from rollsync.shell.refit.engines.base import Batch
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.weights import dtype_name
@@ -138,6 +139,15 @@ class StreamPacker:
             )
             yield Part(chunk.bucket, piece, tensor)
 
+    def also_named(self, alias: str, tensor: str) -> Alias:
+        """A further name of a tensor that was placed.
+
+        Raises:
+            StreamError: the name came before.
+        """
+        _take_name(alias, self._names)
+        return Alias(name=alias, tensor=tensor)
+
 
 class StreamUnpacker:
     """Rebuilds the tensors of one stream from its buckets.
@@ -155,13 +165,24 @@ class StreamUnpacker:
         self.tensors = 0
         self.payload_bytes = 0
 
-    def batch(self, bucket: int, pieces: tuple[Piece, ...], buffer: torch.Tensor) -> Batch:
-        """The tensors that are whole with this bucket: views of `buffer` where one chunk has all.
+    def batch(
+        self,
+        bucket: int,
+        pieces: tuple[Piece, ...],
+        aliases: tuple[Alias, ...],
+        buffer: torch.Tensor,
+    ) -> Batch:
+        """The tensors that are whole with this bucket, each also under its further names: views of
+        `buffer` where one chunk has all.
 
         Raises:
-            StreamError: the pieces are not those that the packing rules put there.
+            StreamError: the pieces are not those that the packing rules put there, or an alias is
+                of no tensor that is whole with this bucket.
         """
         whole: Batch = []
+        further: dict[str, list[str]] = {}
+        for alias in aliases:
+            further.setdefault(alias.tensor, []).append(alias.name)
         typed = TypedBuffer(buffer)
         for piece in pieces:
             if piece.chunk_offset == 0:
@@ -178,6 +199,11 @@ class StreamUnpacker:
                 self.tensors += 1
                 self.payload_bytes += done.nbytes
                 whole.append((piece.name, done))
+                for name in further.pop(piece.name, ()):
+                    _take_name(name, self._names)
+                    whole.append((name, done))
+        for tensor, names in further.items():
+            raise StreamError(f"{names[0]!r} is named for {tensor!r}, which is not in its bucket")
         return whole
 
     def check_complete(self) -> None:
@@ -194,6 +220,12 @@ class StreamUnpacker:
         self._names.add(piece.name)
         self._cursor, chunks = place_tensor(self._cursor, spec, self._bucket_bytes)
         self._unfinished = _Unfinished(spec, chunks, self._assembly)
+
+
+def _take_name(name: str, names: set[str]) -> None:
+    if name in names:
+        raise StreamError(describe(TensorNamedTwice(tensor=name, aliases=())))
+    names.add(name)
 
 
 class _Unfinished:

@@ -12,11 +12,13 @@ from contextlib import aclosing, asynccontextmanager
 import torch
 import xxhash
 
+from rollsync.pure.refit import ALIGNMENT_BYTES, check_bucket_bytes
 from rollsync.pure.refit.control import (
     BucketFilled,
     BucketReleased,
     Failed,
     StreamAccepted,
+    StreamBegins,
     StreamEnded,
 )
 from rollsync.shell.refit.engines.addresses import Listener
@@ -28,6 +30,7 @@ from rollsync.shell.refit.engines.greeting import Greeting, Place
 from rollsync.shell.refit.engines.lifelines import HeldLifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
 from rollsync.shell.refit.engines.memory import bucket_checksum
+from rollsync.shell.refit.engines.opening import Expectation, answer_plan
 from rollsync.shell.refit.engines.packing import StreamUnpacker
 
 
@@ -37,6 +40,7 @@ async def receive_stream(
     medium: ReceiverMedium,
     *,
     place: Place,
+    expectation: Expectation,
     timeout_s: float,
     stop: ConsumerStop,
 ) -> AsyncGenerator[Batch, None]:
@@ -47,13 +51,15 @@ async def receive_stream(
         feeder: tells when the sender has died before it connected.
         medium: how the sender's buffers are read.
         place: who this worker is.
+        expectation: what it knows and wants of the stream.
         timeout_s: how long one wait may take.
         stop: where the consumer's error is noted when it stops early.
     """
     sender = await Greeting(listener, feeder, medium, place, timeout_s).sender()
     channel = sender.channel
     async with _telling(channel, place.rollout_rank, stop):
-        async with aclosing(_Arrivals(channel, sender.memory).batches()) as arriving:
+        begins = await answer_plan(channel, expectation)
+        async with aclosing(_Arrivals(channel, sender.memory, begins).batches()) as arriving:
             async for whole in arriving:
                 yield whole
                 _finish_loads()
@@ -63,10 +69,20 @@ async def receive_stream(
 class _Arrivals:
     """The buckets of one stream as they come, checked."""
 
-    def __init__(self, channel: ControlChannel, memory: ReceiverMemory) -> None:
+    def __init__(
+        self, channel: ControlChannel, memory: ReceiverMemory, begins: StreamBegins
+    ) -> None:
         self._channel = channel
         self._memory = memory
-        self._unpacker = StreamUnpacker(memory.buffer_bytes)
+        self._first_byte = begins.first_byte
+        self._bucket_bytes = begins.bucket_bytes
+        if (
+            begins.first_byte + begins.bucket_bytes > memory.buffer_bytes
+            or begins.first_byte % ALIGNMENT_BYTES
+            or check_bucket_bytes(begins.bucket_bytes) is not None
+        ):
+            raise self._damaged(f"buckets of {begins.bucket_bytes} bytes from {begins.first_byte}")
+        self._unpacker = StreamUnpacker(begins.bucket_bytes)
         self._digest = xxhash.xxh3_128()
         self._started = 0
         self._ahead: BucketFilled | StreamEnded | None = None
@@ -83,7 +99,9 @@ class _Arrivals:
                 return
             channel.stage = "read a bucket"
             channel.tensor = body.pieces[0].name if body.pieces else ""
-            buffer = await self._memory.fetch(channel, body.bucket, body.filled_bytes)
+            buffer = await self._memory.fetch(
+                channel, body.bucket, self._first_byte, body.filled_bytes
+            )
             self._check_contents(body, buffer)
             if not self._memory.in_place:
                 await channel.send(BucketReleased(bucket=body.bucket))
@@ -92,7 +110,7 @@ class _Arrivals:
                     self._ahead = await self._announced()
             channel.stage = "loaded"
             channel.tensor = body.pieces[0].name if body.pieces else ""
-            whole = self._unpacker.batch(body.bucket, body.pieces, buffer)
+            whole = self._unpacker.batch(body.bucket, body.pieces, body.aliases, buffer)
             if whole:
                 yield whole
             buckets += 1
@@ -108,11 +126,11 @@ class _Arrivals:
             return body
         if not isinstance(body, BucketFilled) or body.bucket != self._started:
             raise channel.unexpected(body)
-        if body.filled_bytes > self._memory.buffer_bytes:
+        if body.filled_bytes > self._bucket_bytes:
             raise self._damaged(f"{body.filled_bytes} bytes in one bucket")
         self._started += 1
         self._digest.update(message)
-        self._memory.start(channel, body.bucket, body.filled_bytes)
+        self._memory.start(channel, body.bucket, self._first_byte, body.filled_bytes)
         return body
 
     def _check_end(self, ended: StreamEnded, buckets: int) -> None:

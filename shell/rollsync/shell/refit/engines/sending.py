@@ -8,29 +8,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import xxhash
 from msgspec import Struct
+from returns.pipeline import is_successful
 
-from rollsync.pure.refit.control import (
-    BucketFilled,
-    BucketReleased,
-    Challenge,
-    Failed,
-    Hello,
-    Piece,
-    StreamAccepted,
-    StreamEnded,
-    Welcome,
-)
+from rollsync.pure.refit import describe
+from rollsync.pure.refit.control import Challenge, Failed, Hello, Welcome
+from rollsync.pure.refit.layout import SentPart
+from rollsync.pure.refit.sharing import share_buffers
 from rollsync.shell.refit.engines.addresses import connect
 from rollsync.shell.refit.engines.base import Weights
 from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
+from rollsync.shell.refit.engines.declared import Declaration, DeclaredOrder, Repeated
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused
 from rollsync.shell.refit.engines.media import SenderMemory
-from rollsync.shell.refit.engines.memory import bucket_checksum
-from rollsync.shell.refit.engines.packing import StreamPacker, TypedBuffer
+from rollsync.shell.refit.engines.opening import offer_plan
+from rollsync.shell.refit.engines.outlets import Outlet
+from rollsync.shell.refit.errors import RefitConfigurationError
 
 
 class Receiver(Struct, frozen=True, kw_only=True):
@@ -49,6 +44,7 @@ class SendingStream:
         memory: this worker's buffers; bucket n lies in buffer `n % len(buffers)`.
         timeout_s: how long one wait may take.
         checksum: whether buckets carry one.
+        declaration: what the weights were declared as; None when they were not.
     """
 
     def __init__(
@@ -60,6 +56,7 @@ class SendingStream:
         rollout_world_size: int,
         timeout_s: float,
         checksum: bool,
+        declaration: Declaration | None,
     ) -> None:
         self._memory = memory
         self._policy_rank = policy_rank
@@ -67,13 +64,8 @@ class SendingStream:
         self._rollout_world_size = rollout_world_size
         self._timeout_s = timeout_s
         self._checksum = checksum
+        self._declaration = declaration
         self._channels: list[ControlChannel] = []
-        self._released: list[int] = []
-        self._packer = StreamPacker(memory.buffer_bytes)
-        self._bucket = 0
-        self._filled_bytes = 0
-        self._pieces: list[Piece] = []
-        self._digest = xxhash.xxh3_128()
         self._stage = "connected"
         self._tensor = ""
 
@@ -81,23 +73,22 @@ class SendingStream:
         """Connect to `receivers`, send `weights` to its end, and wait until all have it."""
         serving = asyncio.create_task(self._memory.serve())
         try:
-            for receiver in receivers:
-                self._channels.append(await self._connect(receiver))
-            self._released = [-1] * len(self._channels)
-            typed = [TypedBuffer(buffer) for buffer in self._memory.buffers]
+            outlets = await self._open(receivers)
+            order = DeclaredOrder(self._declaration)
             self._enter("made the weights")
             for name, tensor in weights:
                 self._enter("packed", name)
-                for part in self._packer.parts(name, tensor):
-                    if part.bucket != self._bucket:
-                        await self._announce()
-                        await self._begin_bucket(part.bucket)
-                        self._enter("packed", name)
-                    part.copy_into(typed[part.bucket % len(typed)])
-                    self._pieces.append(part.piece)
-                    self._filled_bytes = part.piece.offset + part.piece.chunk_bytes
+                declared = order.place(name, tensor)
+                if declared is not Repeated.ALIAS:
+                    for outlet in outlets:
+                        await outlet.put(declared, name, tensor)
                 self._enter("made the weights")
-            await self._end()
+            order.check_complete()
+            self._enter("waited for the stream's acceptance")
+            for outlet in outlets:
+                await outlet.end()
+            for outlet in outlets:
+                await outlet.await_acceptance()
         except BaseException as error:
             await self._tell(error)
             raise
@@ -106,6 +97,35 @@ class SendingStream:
             await asyncio.gather(serving, return_exceptions=True)
         for channel in self._channels:
             channel.close()
+
+    async def _open(self, receivers: Sequence[Receiver]) -> list[Outlet]:
+        """Connect to all receivers, and agree with each on what it is sent."""
+        layouts: list[str | None] = []
+        for receiver in receivers:
+            channel = await self._connect(receiver)
+            self._channels.append(channel)
+            layouts.append(await offer_plan(channel, self._declaration, receiver.rank))
+        shares = share_buffers(layouts, self._memory.buffer_bytes)
+        if not is_successful(shares):
+            raise RefitConfigurationError(describe(shares.failure()), error=shares.failure())
+        outlets = [
+            Outlet(
+                self._memory,
+                share,
+                [self._channels[index] for index in share.receivers],
+                self._parts_of(share.layout),
+                checksum=self._checksum,
+            )
+            for share in shares.unwrap()
+        ]
+        for outlet in outlets:
+            await outlet.begin()
+        return outlets
+
+    def _parts_of(self, layout: str | None) -> Mapping[str, Sequence[SentPart]] | None:
+        if layout is None or self._declaration is None:
+            return None
+        return self._declaration.parts_of(layout)
 
     async def _connect(self, receiver: Receiver) -> ControlChannel:
         me, peer = f"policy {self._policy_rank}", f"rollout {receiver.rank}"
@@ -161,63 +181,6 @@ class SendingStream:
         channel.authenticate(receiver.secret, *nonces)
         if welcome.needs_memory:
             await self._memory.hand_over(channel)
-
-    async def _announce(self) -> None:
-        """Tell every receiver that the current bucket is filled."""
-        filled = self._filled_bytes
-        buffer = self._memory.buffers[self._bucket % len(self._memory.buffers)]
-        checksum = None
-        if self._checksum:
-            checksum = bucket_checksum(buffer, filled)
-        announcement = BucketFilled(
-            bucket=self._bucket,
-            filled_bytes=filled,
-            checksum=checksum,
-            pieces=tuple(self._pieces),
-            aliases=(),
-        )
-        self._enter("announced a bucket")
-        for index, channel in enumerate(self._channels):
-            message = await channel.send(announcement)
-            if index == 0:
-                self._digest.update(message)
-
-    async def _begin_bucket(self, bucket: int) -> None:
-        """Wait until every receiver has released the bucket that lay in the next one's buffer."""
-        await self._await_release(bucket - len(self._memory.buffers))
-        self._bucket = bucket
-        self._filled_bytes = 0
-        self._pieces = []
-
-    async def _await_release(self, bucket: int) -> None:
-        self._enter("waited for a bucket's release")
-        for index, channel in enumerate(self._channels):
-            while self._released[index] < bucket:
-                body, _ = await channel.receive()
-                if not isinstance(body, BucketReleased) or body.bucket > self._bucket:
-                    raise channel.unexpected(body)
-                self._released[index] = body.bucket
-
-    async def _end(self) -> None:
-        if self._pieces:
-            await self._announce()
-            sent = self._bucket + 1
-        else:
-            sent = 0
-        await self._await_release(sent - 1)
-        self._enter("waited for the stream's acceptance")
-        ended = StreamEnded(
-            buckets=sent,
-            tensors=self._packer.tensors,
-            payload_bytes=self._packer.payload_bytes,
-            digest=self._digest.hexdigest(),
-        )
-        for channel in self._channels:
-            await channel.send(ended)
-        for channel in self._channels:
-            body, _ = await channel.receive()
-            if not isinstance(body, StreamAccepted):
-                raise channel.unexpected(body)
 
     async def _tell(self, error: BaseException) -> None:
         failed = Failed(

@@ -22,16 +22,20 @@ from returns.pipeline import is_successful
 from rollsync.pure.refit import (
     PolicyWorker,
     RoutingTable,
+    TensorSpec,
     check_bucket_bytes,
     describe,
     plan_routes,
 )
+from rollsync.pure.refit.layout import Part
 from rollsync.shell.refit.engines.addresses import Listener
-from rollsync.shell.refit.engines.base import Batch, CheckpointEngine, Weights
+from rollsync.shell.refit.engines.base import Batch, DeclaringEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
+from rollsync.shell.refit.engines.declared import Declaration, Layout
 from rollsync.shell.refit.engines.greeting import Place
 from rollsync.shell.refit.engines.lifelines import HeldLifeline, Lifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
+from rollsync.shell.refit.engines.opening import Expectation
 from rollsync.shell.refit.engines.receiving import receive_stream
 from rollsync.shell.refit.engines.sending import Receiver, SendingStream
 from rollsync.shell.refit.errors import RefitConfigurationError
@@ -40,7 +44,7 @@ BUFFERS: Final = 2
 DEFAULT_TIMEOUT_S: Final = 300.0
 
 
-class StagedEngine(CheckpointEngine):
+class StagedEngine(DeclaringEngine):
     """The part of a built-in engine that does not depend on the memory in between.
 
     Args:
@@ -71,6 +75,7 @@ class StagedEngine(CheckpointEngine):
         self._train_world_size = 0
         self._rollout_world_size = 0
         self._receivers: tuple[Receiver, ...] = ()
+        self._expectation = Expectation()
 
     @abstractmethod
     def _listen(self) -> Listener:
@@ -87,6 +92,36 @@ class StagedEngine(CheckpointEngine):
     @abstractmethod
     def _reader(self) -> ReceiverMedium:
         """Reserve what a receiver needs to read a sender's buffers."""
+
+    def get_target_weight_layout(self) -> tuple[Part, ...] | None:
+        """What this rollout worker keeps, as it was told."""
+        layout = self._expectation.layout
+        return None if layout is None else layout.parts
+
+    def declare_weights(self, declared: Sequence[TensorSpec] | None) -> None:
+        """Take what streams will hold; the other side's declaration has to be the same.
+
+        Raises:
+            RefitConfigurationError: no stream can hold these tensors.
+        """
+        known = self._expectation.declaration
+        if declared is None:
+            self._expectation.declaration = None
+        elif known is None or known.specs != tuple(declared):
+            self._expectation.declaration = Declaration(declared, self._bucket_bytes)
+
+    def set_target_weight_layout(self, layout: Sequence[Part] | None) -> None:
+        """Keep these parts of the declared tensors."""
+        known = self._expectation.layout
+        if layout is None:
+            self._expectation.layout = None
+        elif known is None or known.parts != tuple(layout):
+            self._expectation.layout = Layout(layout)
+
+    @property
+    def comes_in_parts(self) -> bool:
+        """Whether the stream that is being received carries parts."""
+        return self._expectation.comes_in_parts
 
     def prepare(self) -> dict[str, object]:
         """Listen for the sender. Buffers are reserved when this turns out to be a sender."""
@@ -161,6 +196,7 @@ class StagedEngine(CheckpointEngine):
             rollout_world_size=self._rollout_world_size,
             timeout_s=self._timeout_s,
             checksum=self._checksum,
+            declaration=self._expectation.declaration,
         )
         await stream.send(self._receivers, weights)
 
@@ -184,6 +220,7 @@ class StagedEngine(CheckpointEngine):
                     train_world_size=self._train_world_size,
                     rollout_world_size=self._rollout_world_size,
                 ),
+                expectation=self._expectation,
                 timeout_s=self._timeout_s,
                 stop=stop,
             )
