@@ -25,7 +25,8 @@ FINALIZES: Final = "finalizes"
 
 BEFORE_ADMISSION: Final = ("waited for the sender",)
 GREETED: Final = ("connected",)
-ADMITTED: Final = ("connected", "waited for a bucket", "read a bucket", "loaded")
+AGREEING: Final = ("connected", "compared the declarations")
+ADMITTED: Final = (*AGREEING, "waited for a bucket", "read a bucket", "loaded")
 """Stages in which a receiver notices: which one of the last is a race that anybody may win."""
 
 SENDER: Final = {
@@ -34,6 +35,8 @@ SENDER: Final = {
     "sends Hello": BEFORE_ADMISSION,
     "sent Hello": GREETED,
     "hands over": GREETED,
+    "sent PlanOffered": AGREEING,
+    "sends StreamBegins": AGREEING,
     "makes three_bf16": ADMITTED,
     "sends BucketFilled": ADMITTED,
     "sent BucketFilled": ADMITTED,
@@ -54,6 +57,8 @@ RECEIVER: Final = (
     "sends Welcome",
     "sent Welcome",
     "takes over",
+    "sends PlanAnswered",
+    "sent PlanAnswered",
     "received BucketFilled",
     "fetches",
     "loads three_bf16",

@@ -18,7 +18,7 @@ from tests.shell.refit.engines.footprint import Footprint
 from tests.shell.refit.engines.moments import BEFORE_IT, FINALIZES, QUICK, RECEIVER, SENDER
 from tests.shell.refit.engines.peers import Peer, engine_of, receive_all, warm_up
 
-NAMES = list(sample_weights())
+NAMES = sorted(sample_weights())
 DEADLINE_S = 10_000.0
 
 
@@ -58,7 +58,7 @@ def send_to_a_fresh_one(engine: CheckpointEngine, backend: str) -> None:
 
 def receive_from_a_fresh_one(engine: CheckpointEngine, backend: str) -> None:
     fresh = Peer(engine, backend=backend, role="policy", timeout_s=DEADLINE_S)
-    assert sorted(asyncio.run(receive_all(engine))) == sorted(NAMES)
+    assert sorted(asyncio.run(receive_all(engine))) == NAMES
     assert fresh.finished()
     fresh.close()
 
@@ -117,12 +117,12 @@ def test_a_sender_killed_after_the_stream_is_noticed_by_the_next(
     if moment == "sent StreamEnded":
         # Everything has arrived, but not the answer to whoever would have trained on.
         try:
-            names = asyncio.run(receive_all(engine))
+            names = sorted(asyncio.run(receive_all(engine)))
         except PeerLost:
             names = NAMES
         assert names == NAMES
     else:
-        assert sorted(asyncio.run(receive_all(engine))) == sorted(NAMES)
+        assert sorted(asyncio.run(receive_all(engine))) == NAMES
     killed.wait_until_killed()
     killed.close()
     with pytest.raises(PeerLost, match="the policy worker that sends to it is gone"):
