@@ -122,7 +122,8 @@ class CheckpointingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Failed snapshots in a row (I/O errors, timeouts) that the run puts up with."""
     save_timeout_s: Seconds = 300.0
     checkpoint_must_save_by_s: Seconds | None = None
-    """Seconds after the start at which a last snapshot is saved and the run stops."""
+    """Seconds after the start by which a last snapshot is saved; then the run stops. Where the
+    step has no trainer checkpoint, one is saved first, after the step that is being trained."""
     retention: RetentionConfig = RetentionConfig()
 
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.order import epoch_order
 from rollsync.shell.config import read_config
-from rollsync.shell.journal import Journal, JournalEntry
+from rollsync.shell.journal import Journal
 from rollsync.shell.rollout.controller import RolloutController, RunClients, RunOutcome
 from rollsync.shell.rollout.data_plane import InProcessDataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
@@ -27,11 +27,14 @@ ENDED, FAILED, STOPPED = 0, 1, 3
 """Exit codes: all is done; it raised; it was asked to stop, and can be resumed."""
 
 
+COMMIT = "Commit"
+
+
 class Moment(Struct, frozen=True, kw_only=True):
     """Right after the journal's `count`-th entry of a kind in this process."""
 
     kind: str
-    """Name of the entry's class."""
+    """Name of the entry's class; `COMMIT`: in the middle of an optimizer commit."""
     count: int = 1
     signal: int = signal.SIGKILL.value
     """What the process sends itself then."""
@@ -58,25 +61,27 @@ def carry_out(order: Order) -> int:
     store = SnapshotStore(Path(config.run.directory), config=config, dataset_digest=dataset.digest)
     write_config(config)
     journal = Journal(Path(config.run.directory) / JOURNAL)
-    if order.moment is not None:
-        journal.listen(SignalAt(order.moment))
+    at = None if order.moment is None else SignalAt(order.moment)
+    if at is not None:
+        journal.listen(lambda entry: at.seen(type(entry).__name__))
     poison = None
     if order.poison_position is not None:
         poison = poisoned_prompt(config, dataset, tokenizer, order.poison_position)
-    outcome = asyncio.run(_run(config, dataset, tokenizer, store, journal, poison))
+    outcome = asyncio.run(_run(config, dataset, tokenizer, store, journal, poison, at))
     journal.close()
     return ENDED if outcome.completed else STOPPED
 
 
 class SignalAt:
-    """A journal listener that sends this process a signal at a moment."""
+    """Sends this process a signal at a moment."""
 
     def __init__(self, moment: Moment) -> None:
         self._moment = moment
         self._seen = 0
 
-    def __call__(self, entry: JournalEntry) -> None:
-        if type(entry).__name__ == self._moment.kind:
+    def seen(self, kind: str) -> None:
+        """Something of this kind has happened."""
+        if kind == self._moment.kind:
             self._seen += 1
             if self._seen == self._moment.count:
                 os.kill(os.getpid(), self._moment.signal)
@@ -99,8 +104,9 @@ async def _run(
     store: SnapshotStore,
     journal: Journal,
     poison: tuple[int, ...] | None,
+    at: SignalAt | None,
 ) -> RunOutcome:
-    trainer = LocalTrainer(config)
+    trainer = LocalTrainer(config, committing=lambda: None if at is None else at.seen(COMMIT))
     engine = LocalEngine(config, end_token_id=tokenizer.end_token_id, poison=poison)
     controller = RolloutController(
         config,

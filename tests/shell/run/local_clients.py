@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,9 +27,14 @@ from rollsync.shell.rollout.clients import (
 
 
 class LocalTrainer:
-    """`GrpoTrainer` on a thread, so that the event loop goes on beside it."""
+    """`GrpoTrainer` on a thread, so that the event loop goes on beside it.
 
-    def __init__(self, config: MasterConfig) -> None:
+    Args:
+        committing: called in the middle of every optimizer commit.
+    """
+
+    def __init__(self, config: MasterConfig, *, committing: Callable[[], None]) -> None:
+        self._committing = committing
         self.trainer = GrpoTrainer(
             config.model.path,
             config.grpo,
@@ -46,6 +51,9 @@ class LocalTrainer:
         return await asyncio.to_thread(self.trainer.compute_gradients, groups)
 
     async def apply_gradients(self) -> None:
+        self._committing()
+        # So long that what a signal sets going meets the commit.
+        await asyncio.sleep(0.02)
         await asyncio.to_thread(self.trainer.apply_gradients)
 
     async def skip_step(self) -> None:

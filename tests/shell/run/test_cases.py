@@ -13,7 +13,7 @@ from rollsync.pure.rollout.order import HandOutPlace
 from rollsync.pure.rollout.sampler import InOrderSampler, WindowedSampler
 from rollsync.pure.rollout.state import Dropped, DropReason, RolloutState
 from rollsync.shell.journal import Finished, PromptDropped, Resumed, Saved, StepTrained
-from tests.shell.run.child import ENDED, STOPPED, Moment, Order
+from tests.shell.run.child import COMMIT, ENDED, STOPPED, Moment, Order
 from tests.shell.run.runs import (
     KILLED,
     STEPS,
@@ -148,6 +148,60 @@ def test_a_run_that_is_asked_to_stop_saves_and_can_be_resumed(
     resumed = [entry for entry in entries_of(config) if isinstance(entry, Resumed)]
     assert resumed[-1].source is not None
     assert (Path(config.run.directory) / resumed[-1].source).is_dir()
+
+
+@pytest.mark.parametrize("every", [1, 100], ids=["checkpoints", "no checkpoints"])
+def test_a_run_that_is_asked_to_stop_in_an_optimizer_commit_ends_the_step_first(
+    every: int, children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    rare = replace(config.checkpointing, snapshot_interval_s=1000.0, trainer_every_steps=every)
+    config = replace(config, checkpointing=rare)
+    moment = Moment(kind=COMMIT, count=2, signal=signal.SIGTERM.value)
+    assert children.run(Order(config=write_file(config), moment=moment)) == STOPPED
+    entries = entries_of(config)
+    trained = [entry.step for entry in entries if isinstance(entry, StepTrained)]
+    assert trained[-1] >= 2
+    newest = [entry for entry in entries if isinstance(entry, Saved)][-1]
+    assert (newest.saved, newest.train_steps) == (True, trained[-1])
+    run_to_the_end(children, config)
+    _, audit = closed_account(config)
+    assert audit.thrown_away_steps == 0
+
+
+@pytest.mark.parametrize("every", [1, 1000], ids=["checkpoints", "no checkpoints"])
+def test_a_run_with_a_deadline_saves_its_steps_before_it_and_goes_on_later(
+    every: int, children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    config = replace(
+        config,
+        data=replace(config.data, size=2000),
+        grpo=replace(config.grpo, max_steps=1000),
+        checkpointing=replace(
+            config.checkpointing,
+            snapshot_interval_s=1000.0,
+            trainer_every_steps=every,
+            # The last save is begun half a minute before.
+            checkpoint_must_save_by_s=31.0,
+        ),
+    )
+    assert children.run(Order(config=write_file(config))) == STOPPED
+    finished = entries_of(config)[-1]
+    assert isinstance(finished, Finished)
+    how = "the last step has its checkpoint" if every > 1 else "last snapshot: completed"
+    if finished.train_steps == 0:
+        how = "last snapshot: completed"
+    assert finished.why == f"the deadline to save by has come; {how}"
+    config = replace(
+        config,
+        grpo=replace(config.grpo, max_steps=finished.train_steps + 1),
+        checkpointing=replace(config.checkpointing, checkpoint_must_save_by_s=None),
+    )
+    assert children.run(Order(config=write_file(config))) == ENDED
+    state, audit = closed_account(config)
+    assert state.progress.train_steps == finished.train_steps + 1
+    assert audit.thrown_away_steps == 0
 
 
 @pytest.mark.parametrize("kind", ["StepClaimed", "StepTrained"])

@@ -18,7 +18,7 @@ from rollsync.pure.rollout.sampler import (
     WeightFifoSampler,
     WindowedSampler,
 )
-from tests.shell.run.child import Moment, Order
+from tests.shell.run.child import COMMIT, Moment, Order
 from tests.shell.run.runs import (
     KILLED,
     STEPS,
@@ -37,14 +37,16 @@ SAMPLERS: list[BuiltInSampler] = [
     ReadyFirstSampler(),
     WeightFifoSampler(),
 ]
-KINDS = ("Resumed", "WeightsSynced", "StepClaimed", "StepTrained", "Saved", "Finished")
+KINDS = ("Resumed", "WeightsSynced", "StepClaimed", COMMIT, "StepTrained", "Saved", "Finished")
 
 
 def kill_somewhere(children: Children, config: MasterConfig, rng: random.Random) -> bool:
     """Start and kill, by chance at a moment of the journal or of the clock; whether it died."""
     file = write_file(config)
     if rng.random() < 0.5:
-        moment = Moment(kind=rng.choice(KINDS), count=rng.randint(1, 3))
+        kind = rng.choice(KINDS)
+        once = kind in ("Resumed", "Finished")
+        moment = Moment(kind=kind, count=1 if once else rng.randint(1, 3))
         return children.run(Order(config=file, moment=moment)) == KILLED
     return children.run(Order(config=file, kill_after_s=0.1 + rng.random() * 0.8)) == KILLED
 

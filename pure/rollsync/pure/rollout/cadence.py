@@ -19,19 +19,31 @@ class NextSave(Struct, frozen=True, kw_only=True):
 
 
 def next_save(
-    config: CheckpointingConfig, *, now_s: float, longest_save_s: float, margin_s: float
+    config: CheckpointingConfig,
+    *,
+    now_s: float,
+    tried_s: float,
+    longest_save_s: float,
+    longest_step_s: float,
+    margin_s: float,
 ) -> NextSave:
     """When to save next.
 
     Args:
+        tried_s: when the save before was tried, or when the run began.
         longest_save_s: how long the longest save so far took. The last one is given twice that.
+        longest_step_s: how long the longest training step so far took. The last save is given that
+            too, where a step may have no checkpoint: then the one under way has to end first.
         margin_s: the last one starts at least this long before the deadline.
     """
-    periodic_s = now_s + config.snapshot_interval_s
+    periodic_s = max(now_s, tried_s + config.snapshot_interval_s)
     deadline_s = config.checkpoint_must_save_by_s
     if deadline_s is None:
         return NextSave(at_s=periodic_s, is_last=False)
-    last_s = max(now_s, deadline_s - max(margin_s, 2 * longest_save_s))
+    needed_s = max(margin_s, 2 * longest_save_s)
+    if config.trainer_every_steps > 1:
+        needed_s += longest_step_s
+    last_s = max(now_s, deadline_s - needed_s)
     if periodic_s + longest_save_s < last_s:
         return NextSave(at_s=periodic_s, is_last=False)
     return NextSave(at_s=last_s, is_last=True)

@@ -22,7 +22,6 @@ from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.cadence import cadence_warnings
 from rollsync.pure.rollout.checkpointing import (
     CheckpointKind,
-    RolloutCheckpointAttemptReason,
     RolloutCheckpointOutcome,
     RolloutCheckpointSaveResult,
     RolloutTraceKind,
@@ -46,15 +45,16 @@ from rollsync.shell.rollout.clients import (
 )
 from rollsync.shell.rollout.data_plane import DataPlane
 from rollsync.shell.rollout.environments import EnvironmentCheckpoint
+from rollsync.shell.rollout.last_save import save_last
 from rollsync.shell.rollout.parts import RolloutParts
 from rollsync.shell.rollout.prompts import PromptDataloader
 from rollsync.shell.rollout.replay_buffer import TQReplayBuffer
 from rollsync.shell.rollout.restore import RestoredRollout, RolloutRestorer
 from rollsync.shell.rollout.rollout_pump import RolloutPump
-from rollsync.shell.rollout.snapshot_pump import PASSES_SOON, RETRY_S, SnapshotPump
+from rollsync.shell.rollout.snapshot_pump import SnapshotPump
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 from rollsync.shell.rollout.trace import RolloutTraceRecorder
-from rollsync.shell.rollout.train_pump import TrainPump
+from rollsync.shell.rollout.train_pump import TrainingEnd, TrainPump
 from rollsync.shell.rollout.waiting import ChangeSignal
 
 PARTITION = "rollouts"
@@ -197,54 +197,62 @@ class RolloutController:
         """
         for warning in cadence_warnings(self._config):
             _logger.warning("%s", warning)
+        started_s = asyncio.get_running_loop().time()
         pump = SnapshotPump(
             self._snapshotter,
             self._config.checkpointing,
-            run_started_s=asyncio.get_running_loop().time(),
+            run_started_s=started_s,
+            longest_step_s=lambda: self._training.longest_step_s,
         )
+        save_by_s = self._config.checkpointing.checkpoint_must_save_by_s
         self._note_restored(await self._restore())
         await self._training.sync_weights()
         try:
-            why, completed = await self._pump(pump, stop)
+            end = await self._pump(
+                pump, stop, deadline_s=None if save_by_s is None else started_s + save_by_s
+            )
         except* Exception as errors:
             raise _first_cause(errors) from errors
         state = self.cell.state
-        self._journal.write(Finished(train_steps=state.progress.train_steps, why=why))
-        return RunOutcome(state=state, why=why, completed=completed)
+        self._journal.write(Finished(train_steps=state.progress.train_steps, why=end.why))
+        return RunOutcome(state=state, why=end.why, completed=end.completed)
 
-    async def _pump(self, pump: SnapshotPump, stop: asyncio.Event) -> tuple[str, bool]:
+    async def _pump(
+        self, pump: SnapshotPump, stop: asyncio.Event, *, deadline_s: float | None
+    ) -> TrainingEnd:
         snapshots_stop = asyncio.Event()
         async with asyncio.TaskGroup() as pumps:
             rollouts = pumps.create_task(self._rollouts.run(), name="rollout pump")
             pumps.create_task(pump.run(snapshots_stop), name="snapshot pump")
             training = pumps.create_task(self._training.run(), name="train pump")
             asked = pumps.create_task(stop.wait(), name="stop")
-            deadline = pumps.create_task(pump.deadline_reached.wait(), name="deadline")
+            deadline = pumps.create_task(pump.last_is_due.wait(), name="deadline")
             # The other two only end by failing, and then the task group ends this wait.
             await asyncio.wait((training, asked, deadline), return_when=asyncio.FIRST_COMPLETED)
-            if training.done():
-                why, completed = training.result(), True
-            elif asked.done():
-                why, completed = await self._save_last(training), False
-            else:
-                why, completed = "the deadline to save by has come", False
             snapshots_stop.set()
+            if training.done():
+                end = training.result()
+            elif asked.done():
+                end = await self._save_last(training, "asked to stop", until_s=None)
+            else:
+                why = "the deadline to save by has come"
+                end = await self._save_last(training, why, until_s=deadline_s)
             for task in (rollouts, training, asked, deadline):
                 task.cancel()
-        return why, completed
+        return end
 
-    async def _save_last(self, training: asyncio.Task[str]) -> str:
-        """Save before stopping; how that ended. Steps that have no checkpoint to put a snapshot
-        under get one as soon as the step that is being trained is done."""
-        while True:
-            result = await self._snapshotter.save_rollout_snapshot(force=True)
-            if result.reason is RolloutCheckpointAttemptReason.MISSING_TRAINER_ANCHOR:
-                self._training.stop_after_step()
-                await asyncio.wait((training,))
-                return training.result()
-            if result.reason not in PASSES_SOON:
-                return f"asked to stop; last snapshot: {result.reason}"
-            await asyncio.sleep(RETRY_S)
+    async def _save_last(
+        self, training: asyncio.Task[TrainingEnd], why: str, *, until_s: float | None
+    ) -> TrainingEnd:
+        how = await save_last(
+            self._snapshotter,
+            training,
+            stop_after_step=self._training.stop_after_step,
+            until_s=until_s,
+        )
+        if training.done() and training.result().completed:
+            return training.result()
+        return TrainingEnd(why=f"{why}; {how}", completed=False)
 
     async def _restore(self) -> RestoredRollout | None:
         restored = await self._restorer.restore()

@@ -1,4 +1,4 @@
-"""Saves a snapshot every interval, and a last one before a deadline.
+"""Saves a snapshot every interval, and says when the last one before a deadline is due.
 
 Rule kept here: what another attempt cannot mend (an invariant error) ends the run at once; an I/O
 error or a timeout is tolerated as long as not too many come in a row. When to save is decided by
@@ -8,6 +8,7 @@ error or a timeout is tolerated as long as not too many come in a row. When to s
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from rollsync.pure.config import CheckpointingConfig
 from rollsync.pure.rollout.cadence import next_save
@@ -28,6 +29,9 @@ PASSES_SOON = (
 )
 """Reasons to skip that are gone in a moment: waiting a whole interval could miss them for ever."""
 
+LOOK_AGAIN_S = 5.0
+"""How often it is decided anew when to save: how long the last save needs shows as steps end."""
+
 
 class RolloutSaveError(RollsyncError):
     """Saving failed so that the run must not go on."""
@@ -37,6 +41,17 @@ class RolloutSaveError(RollsyncError):
         self.result = result
 
 
+def unsavable(result: RolloutCheckpointSaveResult, cause: BaseException | None) -> RolloutSaveError:
+    """The error of a run whose state cannot be saved, however often it is tried."""
+    error = RolloutSaveError(
+        result,
+        f"the run may not go on, saving it failed for good: {cause}",
+        remedy="mend what the message says, and resume from the newest snapshot",
+    )
+    error.__cause__ = cause
+    return error
+
+
 class SnapshotPump:
     """The task that makes a run's periodic snapshots.
 
@@ -44,6 +59,7 @@ class SnapshotPump:
         snapshotter: does the saving.
         config: when, and how much may fail.
         run_started_s: reading of the event loop's clock from which the deadline counts.
+        longest_step_s: how long the longest training step so far took.
         deadline_margin_s: the last snapshot starts at least this long before the deadline.
     """
 
@@ -53,36 +69,45 @@ class SnapshotPump:
         config: CheckpointingConfig,
         *,
         run_started_s: float,
+        longest_step_s: Callable[[], float],
         deadline_margin_s: float = 30.0,
     ) -> None:
         self._snapshotter = snapshotter
         self._config = config
         self._deadline_margin_s = deadline_margin_s
         self._run_started_s = run_started_s
+        self._longest_step_s = longest_step_s
         self._failures = 0
-        self.deadline_reached = asyncio.Event()
-        """Set when the last snapshot before the deadline was attempted: the run should end."""
+        self.last_is_due = asyncio.Event()
+        """Set when it is time for the last snapshot before the deadline: the run is to end."""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Save until `stop` is set or the deadline has come.
+        """Save until `stop` is set or the last snapshot before the deadline is due.
 
         Raises:
             RolloutSaveError: an invariant error, or too many failures in a row.
         """
+        tried_s = self._now_s()
         while not stop.is_set():
             now_s = self._now_s()
             upcoming = next_save(
                 self._config,
                 now_s=now_s,
+                tried_s=tried_s,
                 longest_save_s=self._snapshotter.longest_save_s,
+                longest_step_s=self._longest_step_s(),
                 margin_s=self._deadline_margin_s,
             )
-            if await _is_set_within(stop, upcoming.at_s - now_s):
+            wait_s = upcoming.at_s - now_s
+            if await _is_set_within(stop, min(wait_s, LOOK_AGAIN_S)):
                 return
+            if wait_s > LOOK_AGAIN_S:
+                continue
             if upcoming.is_last:
-                await self._save_last(stop)
+                self.last_is_due.set()
                 return
             await self._save(stop)
+            tried_s = self._now_s()
 
     async def _save(self, stop: asyncio.Event) -> None:
         """Save now, or as soon as a step that is being committed lets it."""
@@ -92,23 +117,6 @@ class SnapshotPump:
             if result.reason not in PASSES_SOON or await _is_set_within(stop, RETRY_S):
                 return
 
-    async def _save_last(self, stop: asyncio.Event) -> None:
-        """Save before the deadline, again and again until it has worked or the time is up."""
-        deadline_s = self._config.checkpoint_must_save_by_s
-        try:
-            while True:
-                result = await self._snapshotter.save_rollout_snapshot(force=True)
-                if result.reason is RolloutCheckpointAttemptReason.INVARIANT_ERROR:
-                    self._judge(result)
-                hopeless = result.reason is RolloutCheckpointAttemptReason.MISSING_TRAINER_ANCHOR
-                too_late = deadline_s is not None and self._now_s() + RETRY_S >= deadline_s
-                if result.saved or hopeless or too_late:
-                    return
-                if await _is_set_within(stop, RETRY_S):
-                    return
-        finally:
-            self.deadline_reached.set()
-
     def _judge(self, result: RolloutCheckpointSaveResult) -> None:
         if result.reason.outcome is not RolloutCheckpointOutcome.FAILED:
             if result.saved:
@@ -116,11 +124,7 @@ class SnapshotPump:
             return
         cause = self._snapshotter.last_error
         if result.reason is RolloutCheckpointAttemptReason.INVARIANT_ERROR:
-            raise RolloutSaveError(
-                result,
-                f"the run may not go on, saving it failed for good: {cause}",
-                remedy="mend what the message says, and resume from the newest snapshot",
-            ) from cause
+            raise unsavable(result, cause)
         self._failures += 1
         if self._failures > self._config.max_consecutive_failures:
             raise RolloutSaveError(

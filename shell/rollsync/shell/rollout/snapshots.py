@@ -124,6 +124,14 @@ class RolloutSnapshotter(_UsesRolloutParts):
             CheckpointKind.TRAINER_CHECKPOINT, force=True, write_trainer_files=write_trainer_files
         )
 
+    async def has_anchor(self) -> bool:
+        """Whether there is a checkpoint of the current step, whole, for snapshots to lie under."""
+        async with self._lock:
+            return await self._has_anchor(self._cell.state.progress.train_steps)
+
+    async def _has_anchor(self, train_steps: int) -> bool:
+        return await settled(asyncio.to_thread(self._archive.has_anchor, train_steps))
+
     async def _attempt(
         self,
         kind: CheckpointKind,
@@ -164,10 +172,9 @@ class RolloutSnapshotter(_UsesRolloutParts):
             raise _Skipped(Reason.NO_DATA_PLANE_MUTATIONS)
         if self._read_progress() != state.progress:
             raise _Skipped(Reason.TRAINER_STATE_CHANGED)
-        if attempt.kind is CheckpointKind.ROLLOUT_SNAPSHOT:
-            step = state.progress.train_steps
-            if not await settled(asyncio.to_thread(self._archive.has_anchor, step)):
-                raise _Skipped(Reason.MISSING_TRAINER_ANCHOR)
+        needs_anchor = attempt.kind is CheckpointKind.ROLLOUT_SNAPSHOT
+        if needs_anchor and not await self._has_anchor(state.progress.train_steps):
+            raise _Skipped(Reason.MISSING_TRAINER_ANCHOR)
 
     async def _save(self, attempt: _Attempt) -> None:
         async with self._draft(attempt) as draft:

@@ -7,9 +7,11 @@ commit; and the engines get the new weights before the pump looks for the next b
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import torch
+from msgspec import Struct
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.checkpointing import RolloutCheckpointSaveResult
@@ -30,6 +32,14 @@ from rollsync.shell.rollout.waiting import ChangeSignal
 
 class CheckpointFailed(RollsyncError):
     """A checkpoint could not be saved, so that steps would be lost by going on."""
+
+
+class TrainingEnd(Struct, frozen=True, kw_only=True):
+    """Why the train pump has ended."""
+
+    why: str
+    completed: bool
+    """False when it was told to stop and there is more to train."""
 
 
 class TrainPump:
@@ -69,23 +79,27 @@ class TrainPump:
         self._stopping = False
         self._saved: RolloutState | None = None
         """What the newest checkpoint holds, or what this process began with."""
+        self.longest_step_s = 0.0
+        """From the claim to the commit."""
 
     def stop_after_step(self) -> None:
         """Have `run` return before it claims another batch, with the last step checkpointed."""
         self._stopping = True
         self._changes.notify()
 
-    async def run(self) -> str:
-        """Pump to the end, or until told to stop; why it ended."""
+    async def run(self) -> TrainingEnd:
+        """Pump to the end, or until told to stop."""
         self._saved = self._parts.runtime_state.state
         while self._parts.runtime_state.state.progress.train_steps < self._config.grpo.max_steps:
             selection = await self._next_batch()
             if selection is None:
-                await self._checkpoint_if(self._has_unsaved_steps())
-                return "asked to stop"
+                # The checkpoint of a step that this process began with may be damaged.
+                missing = not await self._snapshotter.has_anchor()
+                await self._checkpoint_if(self._has_unsaved_steps() or missing)
+                return TrainingEnd(why="told to stop", completed=False)
             if isinstance(selection, NothingLeft):
                 await self._save_the_end()
-                return "the prompts are used up"
+                return TrainingEnd(why="the prompts are used up", completed=True)
             if isinstance(selection, TrainBatch):
                 await self._train(selection)
             else:
@@ -94,7 +108,7 @@ class TrainPump:
             last = self._config.grpo.max_steps
             step = self._parts.runtime_state.state.progress.train_steps
             await self._checkpoint_if(self._is_due() or step == last)
-        return "all steps are trained"
+        return TrainingEnd(why="all steps are trained", completed=True)
 
     async def sync_weights(self) -> None:
         """Bring the engines to the trainer's weights; they hold requests back meanwhile."""
@@ -159,7 +173,7 @@ class TrainPump:
         await self._parts.buffer.clear_retired()
 
     async def _train(self, batch: TrainBatch) -> None:
-        step = batch.event.step
+        step, began_s = batch.event.step, asyncio.get_running_loop().time()
         replay = self._parts.runtime_state.state.replay
         groups = [replay[group_id] for group_id in batch.event.group_ids]
         prompt_ids = tuple(group.prompt.prompt_id for group in groups)
@@ -171,6 +185,8 @@ class TrainPump:
         await self._open_commit(step)
         await self._trainer.apply_gradients()
         await self._commit(step, groups, metrics)
+        took_s = asyncio.get_running_loop().time() - began_s
+        self.longest_step_s = max(self.longest_step_s, took_s)
 
     async def _skip(self, skip: SkipStep) -> None:
         """Every group of the batch was dropped: count the step, with nothing trained."""

@@ -1,0 +1,73 @@
+"""The last save of a run that is to end: it was asked to stop, or its deadline comes.
+
+Rules kept here: a step that has no checkpoint to put a snapshot under gets one, as soon as the step
+that is being trained has ended; before a deadline, what fails is tried again as long as there is
+time; and what could not be saved is said with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rollsync.pure.rollout.checkpointing import (
+    RolloutCheckpointAttemptReason,
+    RolloutCheckpointOutcome,
+    RolloutCheckpointSaveResult,
+)
+from rollsync.shell.rollout.snapshot_pump import PASSES_SOON, RETRY_S, unsavable
+from rollsync.shell.rollout.snapshots import RolloutSnapshotter
+
+Reason = RolloutCheckpointAttemptReason
+
+
+async def save_last(
+    snapshotter: RolloutSnapshotter,
+    training: asyncio.Task[object],
+    *,
+    stop_after_step: Callable[[], None],
+    until_s: float | None,
+) -> str:
+    """Save what the run has; how that ended, in words.
+
+    Args:
+        training: the train pump. Where a checkpoint is missing, this waits for its end.
+        stop_after_step: has it end after the step that it is in, with a checkpoint.
+        until_s: reading of the event loop's clock from which on nothing is begun any more. None:
+            there is no deadline, and a save that fails is not repeated.
+
+    Raises:
+        RolloutSaveError: the state contradicts itself; no attempt can save it.
+    """
+    while True:
+        result = await snapshotter.save_rollout_snapshot(force=True)
+        left_s = None if until_s is None else until_s - asyncio.get_running_loop().time()
+        if result.reason is Reason.INVARIANT_ERROR:
+            raise unsavable(result, snapshotter.last_error)
+        if result.saved or (left_s is not None and left_s <= 0):
+            return _in_words(result, snapshotter.last_error)
+        if result.reason is Reason.MISSING_TRAINER_ANCHOR:
+            stop_after_step()
+            await asyncio.wait((training,), timeout=left_s)
+            if training.done():
+                training.result()
+                return "the last step has its checkpoint"
+            # One more attempt: it waits for the checkpoint that may be on its way.
+        elif _may_pass(result, has_time=left_s is not None):
+            await asyncio.sleep(RETRY_S if left_s is None else min(RETRY_S, left_s))
+        else:
+            return _in_words(result, snapshotter.last_error)
+
+
+def _may_pass(result: RolloutCheckpointSaveResult, *, has_time: bool) -> bool:
+    failed = result.reason.outcome is RolloutCheckpointOutcome.FAILED
+    return result.reason in PASSES_SOON or (failed and has_time)
+
+
+def _in_words(result: RolloutCheckpointSaveResult, cause: BaseException | None) -> str:
+    words = f"last snapshot: {result.reason}"
+    if result.reason is Reason.MISSING_TRAINER_ANCHOR:
+        return f"{words}: the newest step has no checkpoint, and the one under way did not end"
+    if result.reason.outcome is RolloutCheckpointOutcome.FAILED:
+        return f"{words}: {cause}"
+    return words
