@@ -57,13 +57,15 @@ class RecordingGroup:
         self._leaders = leaders
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> list[Any]:
-        assert kwargs.pop("run_rank_0_only_axes", RPC_AXES) == RPC_AXES
+        axes = kwargs.pop("run_rank_0_only_axes", RPC_AXES)
+        assert axes == RPC_AXES
         method = kwargs.pop("checkpoint_method")
         (arguments,) = kwargs.values()
         return self._answer(method_name, method, arguments)
 
     def run_all_workers_multiple_data(self, method_name: str, **kwargs: Any) -> list[Any]:
-        assert kwargs.pop("run_rank_0_only_axes") == RPC_AXES
+        axes = kwargs.pop("run_rank_0_only_axes")
+        assert axes == RPC_AXES
         common = kwargs.pop("common_kwargs")
         assert set(common) == {"checkpoint_method"}
         return self._answer(method_name, common["checkpoint_method"], kwargs.pop("method_args"))

@@ -118,17 +118,25 @@ class Peer:
             metadata.reverse()
         self.pipe.send(metadata)
         _connect_as(mine, self.other_role, metadata)
-        assert self.pipe.recv() == "connected"
+        self._hear("connected")
 
-    def finished(self) -> bool:
-        """Whether it got to the end of the stream."""
-        assert self.pipe.poll(30)
-        return bool(self.pipe.recv() == "done")
+    def wait_until_done(self) -> None:
+        """Wait until it has got to the end of the stream."""
+        self._hear("done")
 
     def wait_until_killed(self) -> None:
         """Wait for its death, which was of its own hand."""
         self.process.join(30)
-        assert self.process.exitcode == -signal.SIGKILL
+        if self.process.exitcode != -signal.SIGKILL:
+            raise AssertionError(f"the other end ended with {self.process.exitcode}")
+
+    def _hear(self, word: str) -> None:
+        # Not an assert, which would be left out of this module when Python optimizes.
+        if not self.pipe.poll(30):
+            raise AssertionError("the other end says nothing")
+        said = self.pipe.recv()
+        if said != word:
+            raise AssertionError(f"the other end said {said}")
 
     def close(self) -> None:
         """End it, however far it came."""

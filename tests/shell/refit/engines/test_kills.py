@@ -52,14 +52,14 @@ def engine(backend: str) -> Iterator[CheckpointEngine]:
 def send_to_a_fresh_one(engine: CheckpointEngine, backend: str) -> None:
     fresh = Peer(engine, backend=backend, role="rollout", timeout_s=DEADLINE_S)
     asyncio.run(engine.send_weights(sample_weights().items()))
-    assert fresh.finished()
+    fresh.wait_until_done()
     fresh.close()
 
 
 def receive_from_a_fresh_one(engine: CheckpointEngine, backend: str) -> None:
     fresh = Peer(engine, backend=backend, role="policy", timeout_s=DEADLINE_S)
     assert sorted(asyncio.run(receive_all(engine))) == NAMES
-    assert fresh.finished()
+    fresh.wait_until_done()
     fresh.close()
 
 
