@@ -4,18 +4,26 @@ Rule kept here: shapes are checked before anything is overwritten, and an update
 every parameter of the module is not finished.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from rollsync.shell.refit.errors import WeightMismatch
+from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.weights import named_weights
 
 
 class TorchModelUpdate:
-    """An update of `module`; a tied weight is complete with any of its names."""
+    """An update of `module`; a tied weight is complete with any of its names.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    Args:
+        module: what to update.
+        recorder: watches what is copied where.
+    """
+
+    def __init__(self, module: torch.nn.Module, recorder: LoadRecorder | None = None) -> None:
+        self._recorder = recorder
         self._weights = dict(named_weights(module))
         self._missing: dict[int, str] = {}
 
@@ -39,9 +47,10 @@ class TorchModelUpdate:
                     tensor=name,
                     remedy="give policy and generation the same architecture",
                 )
-        for name, tensor in batch:
-            self._weights[name].copy_(tensor)
-            self._missing.pop(id(self._weights[name]), None)
+        with contextlib.nullcontext() if self._recorder is None else self._recorder.loading(batch):
+            for name, tensor in batch:
+                self._weights[name].copy_(tensor)
+                self._missing.pop(id(self._weights[name]), None)
 
     def finish(self) -> None:
         """Closes the update.

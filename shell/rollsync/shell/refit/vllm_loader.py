@@ -6,13 +6,16 @@ has done everything; after `abort` the next update starts as if this one had nev
 the weights are a mixture until it succeeds.
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 
 import torch
 import vllm
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -20,10 +23,14 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rollsync.shell.refit.errors import RefitError, UnsupportedVllm, WeightMismatch
+from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
 
 OLDEST_VLLM = (0, 16)
 NEWEST_VLLM = (0, 33)
 """The range of vLLM releases, both ends included, whose reload interfaces are these."""
+
+_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Of the layers that may compute with the very bytes that are loaded."""
 
 
 def check_vllm_version(version: str = vllm.__version__) -> None:
@@ -49,14 +56,20 @@ class VllmModelUpdate:
         vllm_config: the engine's configuration.
         model_config: the configuration of `model`, which may be a draft model's.
         model: what to update, on this worker.
+        recorder: watches what the model's loader does.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, model_config: ModelConfig, model: torch.nn.Module
+        self,
+        vllm_config: VllmConfig,
+        model_config: ModelConfig,
+        model: torch.nn.Module,
+        recorder: LoadRecorder | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._model_config = model_config
         self._model = model
+        self._recorder = recorder
         load_weights: object = getattr(model, "load_weights", None)
         if not callable(load_weights):
             raise RefitError(f"{type(model).__name__} cannot load weights")
@@ -73,12 +86,14 @@ class VllmModelUpdate:
         self._missing = {name for name, _ in self._model.named_parameters()}
         with set_current_vllm_config(self._vllm_config):
             initialize_layerwise_reload(self._model)
+        if self._recorder is not None:
+            _prepare_recording(self._recorder, self._model)
 
     def load(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Loads full tensors under their checkpoint names; returns when they are on the device."""
         if not self._active:
             raise RefitError("weights arrived outside a weight update")
-        with set_current_vllm_config(self._vllm_config):
+        with set_current_vllm_config(self._vllm_config), self._watched(batch):
             loaded = self._load_weights(iter(batch))
         # A model without a record of what it loaded, like vLLM's own loader, is not checked.
         self._missing = set() if loaded is None else self._missing.difference(loaded)
@@ -100,7 +115,7 @@ class VllmModelUpdate:
                 tensor=min(self._missing),
                 remedy="send every weight that the engine's checkpoint holds",
             )
-        with set_current_vllm_config(self._vllm_config):
+        with set_current_vllm_config(self._vllm_config), self._watched(()):
             finalize_layerwise_reload(self._model, self._model_config)
             _process_tied_layers(self._model)
         _synchronize_device()
@@ -121,6 +136,11 @@ class VllmModelUpdate:
         _synchronize_device()
         self._active = False
 
+    def _watched(
+        self, batch: Sequence[tuple[str, torch.Tensor]]
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.loading(batch)
+
     def _keep_what_waits(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Copies those weights of the batch that a layer still waits with.
 
@@ -137,6 +157,17 @@ class VllmModelUpdate:
                         and value.untyped_storage().data_ptr() in borrowed
                     ):
                         call.arguments[argument] = value.clone()
+
+
+def _prepare_recording(recorder: LoadRecorder, model: torch.nn.Module) -> None:
+    """Tells what of a model whose reload has begun stands for what."""
+    # What is on the meta device now is filled first, and copied when its layer is whole.
+    for name, (_, tensor) in serving_tensors(model).items():
+        recorder.stand_in(name, tensor)
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not isinstance(method, _PLAIN_METHODS):
+            recorder.refuse(name, f"{type(method).__name__} processes the layer's weights")
 
 
 def _process_tied_layers(model: torch.nn.Module) -> None:

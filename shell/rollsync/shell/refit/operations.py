@@ -1,0 +1,73 @@
+"""Every torch operation that happens in a block, told one by one.
+
+Rule kept here: nothing about an operation is changed; who is told of one may use torch freely, and
+is told of nothing that this leads to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+SeeOperation = Callable[[torch._ops.OpOverload, object, object], None]
+SeeCall = Callable[[object, object], None]
+
+
+@contextlib.contextmanager
+def watched(see_operation: SeeOperation, see_call: SeeCall) -> Iterator[None]:
+    """Watches this thread.
+
+    Args:
+        see_operation: told of each operation of the dispatcher after it was done: what it was, its
+            arguments, its answer.
+        see_call: told, before it is made, of each call of an operator that torch itself does not
+            bring, with its arguments. Some are registered so that the dispatcher does not tell.
+    """
+    with _Calls(see_call), _Operations(see_operation):
+        yield
+
+
+class _Operations(TorchDispatchMode):
+    """Tells `see` of every operation after it was done."""
+
+    def __init__(self, see: SeeOperation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        answer: object = func(*args, **(kwargs or {}))
+        with _disable_current_modes():
+            self._see(func, (args, kwargs), answer)
+        return answer
+
+
+class _Calls(TorchFunctionMode):
+    """Tells `see` of every call of an operator of another library than torch's own."""
+
+    def __init__(self, see: SeeCall) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            name = str(func)
+            if not name.startswith(("aten.", "prims.")):
+                self._see(name, (args, kwargs))
+        return func(*args, **(kwargs or {}))

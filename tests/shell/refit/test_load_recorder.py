@@ -1,0 +1,224 @@
+"""What is learned from loaders that copy, cut, pad, convert, process and hide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+from rollsync.pure.refit.load_plan import LoadPlan, Region
+from rollsync.shell.refit.load_recorder import LoadRecorder, bytes_of, serving_tensors
+from rollsync.shell.refit.torch_update import TorchModelUpdate
+from rollsync.shell.refit.weights import checkpoint_weights
+from tests.shell.refit.tiny_models import make_model
+
+Weights = list[tuple[str, torch.Tensor]]
+Loader = Callable[[torch.nn.Module, str, torch.Tensor], None]
+
+
+class Fused(torch.nn.Module):
+    """Two projections in one parameter, an output of which a rank has half, a padded table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.Module()
+        self.attention.weight = torch.nn.Parameter(torch.zeros(8, 6))
+        self.output = torch.nn.Module()
+        self.output.weight = torch.nn.Parameter(torch.zeros(4, 3))
+        self.table = torch.nn.Module()
+        self.table.weight = torch.nn.Parameter(torch.zeros(5, 2))
+
+
+def stream() -> Weights:
+    shapes = {"q": (4, 6), "k": (4, 6), "o": (4, 6), "t": (3, 2)}
+    return [(name, torch.randn(shape)) for name, shape in shapes.items()]
+
+
+@torch.no_grad()
+def plain(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """What loaders of tensor-parallel engines do."""
+    parameters = dict(model.named_parameters())
+    if name in ("q", "k"):
+        row = 0 if name == "q" else 4
+        parameters["attention.weight"].data.narrow(0, row, 4).copy_(tensor)
+    elif name == "o":
+        parameters["output.weight"].copy_(tensor.narrow(1, 3, 3))
+    else:
+        parameters["table.weight"].data[:3].copy_(tensor)
+        parameters["table.weight"].data[3:].fill_(0)
+
+
+def record(
+    model: torch.nn.Module, weights: Weights, loader: Loader, *, batches: int = 2
+) -> LoadPlan:
+    """The plan after a load in that many batches, each gone when the next comes."""
+    recorder = LoadRecorder(serving_tensors(model))
+    for first in range(0, len(weights), -(-len(weights) // batches)):
+        batch = weights[first : first + -(-len(weights) // batches)]
+        with recorder.loading(batch):
+            for name, tensor in batch:
+                loader(model, name, tensor)
+    with recorder.loading(()):
+        pass
+    return recorder.plan(dict(model.named_parameters()).get)
+
+
+def replay(
+    plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module
+) -> None:
+    """Does the plan's copies, and nothing else."""
+    parameters = {name: tensor for name, (_, tensor) in serving_tensors(model).items()}
+    for name, tensor in weights:
+        for copy in plan.direct[name].copies:
+            source = bytes_of(tensor.contiguous(), copy.source).reshape(-1)
+            bytes_of(parameters[copy.parameter], copy.target).view(-1).copy_(source)
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    pairs = zip(serving_tensors(one).values(), serving_tensors(other).values(), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in pairs)
+
+
+def test_a_plan_of_plain_copies_does_what_the_loader_does() -> None:
+    plan = record(Fused(), stream(), plain)
+    assert set(plan.direct) == {"q", "k", "o", "t"}
+    assert plan.layers == {"attention", "output", "table"}
+    assert plan.tensors["o"].copies[0].source == Region(12, 12, 4, 24)
+    weights, loaded, replayed = stream(), Fused(), Fused()
+    for name, tensor in weights:
+        plain(loaded, name, tensor)
+    replay(plan, weights, replayed)
+    assert same(loaded, replayed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_torch_engine_loads_by_plain_copies(tied: bool) -> None:
+    model, other = make_model(tied=tied), make_model(tied=tied, seed=1)
+    recorder = LoadRecorder(serving_tensors(model))
+    update = TorchModelUpdate(model, recorder)
+    weights = list(checkpoint_weights(make_model(tied=tied, seed=2)))
+    update.start()
+    update.load(weights[:9])
+    update.load(weights[9:])
+    update.finish()
+    plan = recorder.plan(dict(model.named_parameters()).get)
+    assert set(plan.direct) == {name for name, _ in weights}
+    replay(plan, weights, other)
+    assert same(model, other)
+
+
+def converted(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor.double() if name == "q" else tensor)
+
+
+def transposed(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor.t().contiguous().t() if name == "q" else tensor)
+
+
+def scaled(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "k":
+        parameter = dict(model.named_parameters())["attention.weight"]
+        parameter.data.mul_(2)
+
+
+def half(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if name != "k":
+        plain(model, name, tensor)
+
+
+def replaced(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "k":
+        parameter = dict(model.named_parameters())["attention.weight"]
+        parameter.data = parameter.data.view(8, 6).clone()
+
+
+def packed(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "k":
+        weight = dict(model.named_parameters())["attention.weight"]
+        model.packed = weight.detach().t().contiguous()
+
+
+def kept(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "q":
+        model.kept = torch.empty(4, 6)
+        model.kept.copy_(tensor)
+
+
+def overlapping(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "k":
+        dict(model.named_parameters())["attention.weight"].data[2:6].copy_(tensor)
+
+
+def behind_the_back(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "k":
+        weight = dict(model.named_parameters())["attention.weight"]
+        weight.detach().numpy()[0, 0] += 1
+
+
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (converted, "uses it"),
+        (transposed, "uses it"),
+        (scaled, "aten.mul_"),
+        (half, "exactly once"),
+        (replaced, "uses it"),
+        (packed, "aten.clone"),
+        (kept, "somewhere else"),
+        (overlapping, "does not hold"),
+        (behind_the_back, "does not hold"),
+    ],
+)
+def test_whatever_is_no_plain_copy_stays_with_the_loader(loader: Loader, says: str) -> None:
+    plan = record(Fused(), stream(), loader)
+    assert plan.layers == {"output", "table"}
+    assert "q" not in plan.direct
+    assert says in plan.tensors["q"].staged_because
+    assert {"o", "t"} <= set(plan.direct)
+
+
+def test_a_conversion_by_the_copy_itself_is_seen() -> None:
+    weights = [(name, tensor.double()) for name, tensor in stream()]
+    plan = record(Fused(), weights, plain)
+    assert plan.direct == {}
+    assert "converted" in plan.tensors["q"].staged_because
+
+
+def test_a_name_that_the_loader_ignores_needs_nothing() -> None:
+    def loader(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        if name != "rotary":
+            plain(model, name, tensor)
+
+    plan = record(Fused(), [*stream(), ("rotary", torch.ones(3))], loader)
+    assert plan.tensors["rotary"].is_direct
+    assert plan.tensors["rotary"].copies == ()
+
+
+def test_tensors_without_bytes_and_of_another_order_are_loaded() -> None:
+    def loader(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        if name in ("q", "k", "o", "t"):
+            plain(model, name, tensor)
+
+    weights = [("empty", torch.empty(0, 3)), *stream()]
+    weights[1] = ("q", torch.randn(6, 4).t())
+    plan = record(Fused(), weights, loader)
+    assert plan.tensors["empty"].staged_because == "it has no bytes"
+    assert "order" in plan.tensors["q"].staged_because
+    assert set(plan.direct) == {"o", "t"}
+
+
+def test_parameters_that_share_memory_are_not_written_past_the_loader() -> None:
+    model = Fused()
+    memory = torch.zeros(24)
+    model.output.weight = torch.nn.Parameter(memory[:12].view(4, 3))
+    model.attention.bias = torch.nn.Parameter(memory[12:])
+    plan = record(model, stream(), plain)
+    assert "o" not in plan.direct
+    assert "shares memory" in plan.tensors["o"].staged_because

@@ -1,0 +1,71 @@
+"""vLLM's own model of a saved checkpoint, in worker processes without an engine around it.
+
+With `plain`, vLLM computes with the weights as they are loaded, as it does on a GPU, and as it does
+on a processor for which it has no packed form of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+START_TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class VllmModel:
+    """A model as a worker has it."""
+
+    config: Any
+    module: torch.nn.Module
+    rank: int
+
+
+def on_ranks(work: Callable[[VllmModel], _T], path: str, *, ranks: int, plain: bool) -> list[_T]:
+    """What `work` answers on each tensor-parallel rank; it has to be a module's function."""
+    context = multiprocessing.get_context("spawn")
+    rendezvous = f"file://{path}.rendezvous-{os.urandom(4).hex()}"
+    with context.Pool(ranks) as pool:
+        asked = [
+            pool.apply_async(_run, (work, path, rank, ranks, plain, rendezvous))
+            for rank in range(ranks)
+        ]
+        return [each.get(START_TIMEOUT_S) for each in asked]
+
+
+def _run(
+    work: Callable[[VllmModel], _T], path: str, rank: int, ranks: int, plain: bool, meet: str
+) -> _T:
+    torch.set_num_threads(1)
+    os.environ["VLLM_DIST_IDENT"] = meet.rpartition("-")[2]
+    import vllm._custom_ops as custom_ops
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.model_loader import get_model
+    from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+    _set_torch_accelerator_to_noop()
+    if plain:
+        vars(custom_ops)["_supports_onednn"] = False
+        utils.check_cpu_sgl_kernel = lambda *_: False
+    config = EngineArgs(
+        model=path,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="mp" if ranks > 1 else None,
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(ranks, rank, meet, rank, "gloo")
+        initialize_model_parallel(ranks, 1)
+        return work(VllmModel(config, get_model(vllm_config=config), rank))
