@@ -85,7 +85,7 @@ def test_a_policy_that_names_no_version_is_counted() -> None:
 def test_tied_weights_are_loaded_under_every_name_but_counted_once() -> None:
     update = RecordedUpdate()
     receiver = connected(update)
-    receiver.declare({"a": TensorSpec("a", (2,), "float32", ("z",))})
+    receiver.declare([TensorSpec("a", (2,), "float32", ("z",))])
     ScriptedEngine.script = versioned(1, [[("a", ONE)]])
     assert receiver.update().tensors == 1
     assert "load az" in update.told
@@ -143,7 +143,7 @@ def test_an_empty_stream_is_no_update() -> None:
 def test_a_stream_that_is_not_the_declared_one_poisons(declared: TensorSpec, named: str) -> None:
     update = RecordedUpdate()
     receiver = connected(update)
-    receiver.declare({declared.name: declared})
+    receiver.declare([declared])
     ScriptedEngine.script = versioned(1, WHOLE)
     with pytest.raises(WeightMismatch, match=named):
         receiver.update()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from rollsync.pure.refit.lifecycle import Poisoned, Serving
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
@@ -204,6 +205,23 @@ def test_a_policy_of_another_architecture_is_refused_by_the_weight(actors: Actor
         synchronizer(actors.policy, generation).sync_weights()
     ray.get(actors.policy.remake.remote())
     synchronizer(actors.policy, generation).sync_weights()
+    assert version_of(generation) is not None
+
+
+def test_another_declared_dtype_is_an_error_that_names_the_weight_before_any_is_sent(
+    actors: Actors,
+) -> None:
+    generation = GenerationGroup([actors.early])
+    declared = ray.get(actors.policy.prepare_refit_info.remote())
+    name = "model.layers.0.mlp.up_proj.weight"
+    generation.prepare_refit_info({**declared, name: (declared[name].shape, torch.bfloat16)})
+    sync = synchronizer(actors.policy, generation)
+    with pytest.raises(WeightMismatch, match=rf"{name}.*whose dtype differs"):
+        sync.sync_weights()
+    with pytest.raises(EngineNotServing, match="declare different weights"):
+        ask(generation)
+    generation.prepare_refit_info(declared)
+    sync.sync_weights()
     assert version_of(generation) is not None
 
 

@@ -11,6 +11,7 @@ from rollsync.shell.refit.weights import (
     WeightChecker,
     checkpoint_weights,
     declare_weights,
+    declared_specs,
     with_version,
 )
 from tests.shell.refit.tiny_models import make_model
@@ -80,6 +81,38 @@ def test_a_stream_without_a_declared_weight_is_refused() -> None:
     checker.check([("w", torch.ones(2))])
     with pytest.raises(WeightMismatch, match="'v'"):
         checker.check_complete()
+
+
+def test_a_tie_that_the_engine_hands_on_is_not_doubled() -> None:
+    checker = WeightChecker({"w": TensorSpec("w", (2,), "float32", ("tied", "too"))})
+    batch = [("w", torch.ones(2)), ("tied", torch.ones(2))]
+    assert [name for name, _ in checker.check(batch)] == ["w", "too", "tied"]
+
+
+@pytest.mark.parametrize(
+    ("refit_info", "declared"),
+    [
+        (None, None),
+        ([TensorSpec("w", (2,), "float32")], None),
+        ({}, ()),
+        (
+            {"w": TensorSpec("w", (2,), "float32", ("v",))},
+            (TensorSpec("w", (2,), "float32", ("v",)),),
+        ),
+        (
+            {"w": (torch.Size([2, 3]), torch.bfloat16), "v": ((), torch.int8)},
+            (TensorSpec("w", (2, 3), "bfloat16"), TensorSpec("v", (), "int8")),
+        ),
+        ({"w": ((2,), torch.float32), "v": (3, "float32")}, None),
+        ({"w": (("2",), torch.float32)}, None),
+        ({"w": ((2,), torch.float32, "more")}, None),
+        ({1: ((2,), torch.float32)}, None),
+    ],
+)
+def test_what_a_policy_declares_is_read_in_either_form(
+    refit_info: object, declared: tuple[TensorSpec, ...] | None
+) -> None:
+    assert declared_specs(refit_info) == declared
 
 
 def test_a_policy_that_declares_nothing_is_not_checked() -> None:

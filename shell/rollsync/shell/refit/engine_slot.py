@@ -4,9 +4,14 @@ Rule kept here: asked again with the same options, the engine that is there stay
 start may be slow; with others, it is finalized and made anew.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
+from rollsync.pure.refit import TensorSpec
+from rollsync.shell.refit.engines import (
+    CheckpointEngine,
+    DeclaringEngine,
+    create_checkpoint_engine,
+)
 from rollsync.shell.refit.errors import RefitConfigurationError
 
 
@@ -46,6 +51,11 @@ class EngineSlot:
         """Reserves the engine's buffers; answers its metadata, a mapping with `rank` added."""
         metadata: object = self.engine.prepare()
         return {**metadata, "rank": rank} if isinstance(metadata, dict) else metadata
+
+    def declare(self, specs: Sequence[TensorSpec] | None) -> None:
+        """Tells an engine that compares declarations what streams will hold; no other needs it."""
+        if isinstance(self._engine, DeclaringEngine):
+            self._engine.declare_weights(specs)
 
     def finalize(self) -> bool:
         """Gives back what `prepare` reserved; answers whether there was an engine."""

@@ -14,6 +14,7 @@ from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import local_world_size, worker_total_memory_bytes
 from rollsync.shell.refit.refit_sender import RefitSender
 from rollsync.shell.refit.report import WorkerTransfer
+from rollsync.shell.refit.weights import declared_specs
 
 
 class PolicyRefitMixin:
@@ -68,7 +69,7 @@ class PolicyRefitMixin:
             "checkpoint_engine_total_memory_bytes": self._refit_total_memory_bytes,
             "init_checkpoint_engine": sender.init,
             "prepare_checkpoint_engine": sender.prepare,
-            "init_checkpoint_engine_process_group": sender.init_process_group,
+            "init_checkpoint_engine_process_group": partial(self._refit_connect, sender),
             "send_weights_via_checkpoint_engine": partial(self._refit_send, sender),
             "finalize_checkpoint_engine": sender.finalize,
         }
@@ -81,6 +82,20 @@ class PolicyRefitMixin:
 
     def _refit_total_memory_bytes(self) -> int:
         return worker_total_memory_bytes(self.workers_on_host)
+
+    def _refit_connect(
+        self,
+        sender: RefitSender,
+        metadata: list[object],
+        train_world_size: int,
+        rollout_world_size: int,
+    ) -> None:
+        sender.declare(declared_specs(self.prepare_refit_info()))
+        sender.init_process_group(
+            metadata=metadata,
+            train_world_size=train_world_size,
+            rollout_world_size=rollout_world_size,
+        )
 
     def _refit_send(
         self, sender: RefitSender, kv_scales: Mapping[str, float] | None = None

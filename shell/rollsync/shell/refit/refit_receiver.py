@@ -8,7 +8,7 @@ it came: what it holds is whole then, but not what the policy meant it to hold.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -78,13 +78,15 @@ class RefitReceiver:
         self._engine_world_size = engine_world_size
         self._make_update = update
         self._slot = EngineSlot()
-        self._declared: Mapping[str, TensorSpec] | None = None
+        self._declared: tuple[TensorSpec, ...] | None = None
+        self._by_name: dict[str, TensorSpec] = {}
         self._rollout_rank = local_rank
         self.state: EngineState = Unconnected()
 
-    def declare(self, declared: Mapping[str, TensorSpec] | None) -> None:
-        """Takes what the policy will send; later streams are checked against it."""
-        self._declared = declared
+    def declare(self, declared: Sequence[TensorSpec] | None) -> None:
+        """Takes what the policy will send, in its order; later streams are checked against it."""
+        self._declared = None if declared is None else tuple(declared)
+        self._by_name = {spec.name: spec for spec in declared or ()}
 
     def init(self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, object]) -> None:
         """Makes the checkpoint engine, unless it is there already."""
@@ -142,6 +144,7 @@ class RefitReceiver:
         _accepted(apply(self.state, BeginUpdate(self._next_version())))
         update = self._make_update()
         try:
+            self._slot.declare(self._declared)
             return asyncio.run(self._update(engine, update))
         except BaseException as error:
             self._poison(f"{type(error).__name__}: {error}")
@@ -150,7 +153,7 @@ class RefitReceiver:
 
     async def _update(self, engine: CheckpointEngine, update: ModelUpdate) -> WorkerTransfer:
         started_s = time.perf_counter()
-        checker = WeightChecker(self._declared, whole_tensors=not engine.shard_expert_weights)
+        checker = WeightChecker(self._by_name, whole_tensors=not engine.shard_expert_weights)
         tally = _Tally()
         version: int | None = None
         async with aclosing(engine.receive_weight_batches()) as batches:

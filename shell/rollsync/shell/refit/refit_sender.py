@@ -7,10 +7,11 @@ inside the stream, its version too, so that its failure is told to the receivers
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from rollsync.pure.refit import TensorSpec
 from rollsync.shell.refit.engine_slot import EngineSlot
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.weights import with_version
@@ -45,6 +46,11 @@ class RefitSender:
             rollout_world_size=rollout_world_size,
             metadata=metadata,
         )
+
+    def declare(self, specs: Sequence[TensorSpec] | None) -> None:
+        """Takes what streams will hold, in their order, for the engine to compare with what the
+        rollout workers expect."""
+        self._slot.declare(specs)
 
     def send(
         self,

@@ -6,12 +6,11 @@ of each as one batch.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.lifecycle import EngineState
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.generation import Completion, SamplingSettings, ServingGate
@@ -19,6 +18,7 @@ from rollsync.shell.refit.host_memory import worker_total_memory_bytes
 from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.torch_update import TorchModelUpdate
+from rollsync.shell.refit.weights import declared_specs
 
 
 class TorchGenerationWorker:
@@ -42,10 +42,8 @@ class TorchGenerationWorker:
         )
 
     async def prepare_refit_info(self, refit_info: object) -> None:
-        """Takes what the policy will send, if the policy says so in rollsync's way."""
-        if isinstance(refit_info, Mapping):
-            specs = {n: s for n, s in refit_info.items() if isinstance(s, TensorSpec)}
-            self._receiver.declare(specs if len(specs) == len(refit_info) else None)
+        """Takes what the policy will send, if the policy says so."""
+        self._receiver.declare(declared_specs(refit_info))
 
     async def checkpoint_engine_rpc_async(
         self, checkpoint_method: str, method_args: tuple[object, ...] = ()

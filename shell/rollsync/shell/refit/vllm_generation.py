@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.engine_ranks import engine_state
 from rollsync.pure.refit.lifecycle import Closed, EngineState, Poisoned, Serving
 from rollsync.shell.refit.generation import (
@@ -25,6 +24,7 @@ from rollsync.shell.refit.generation import (
 )
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.step_answers import values_of
+from rollsync.shell.refit.weights import declared_specs
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -61,7 +61,7 @@ class VllmGenerationWorker:
         await self._engine()
 
     async def prepare_refit_info(self, refit_info: object) -> None:
-        """Takes what the policy will send, if the policy says so in rollsync's way."""
+        """Takes what the policy will send, if the policy says so."""
         await self._step(await self._engine(), "declare_refit_weights", (declared(refit_info),))
 
     async def checkpoint_engine_rpc_async(
@@ -157,7 +157,7 @@ class VllmSyncGenerationWorker:
         self._state: EngineState = engine_state(())
 
     def prepare_refit_info(self, refit_info: object) -> None:
-        """Takes what the policy will send, if the policy says so in rollsync's way."""
+        """Takes what the policy will send, if the policy says so."""
         self._step("declare_refit_weights", (declared(refit_info),))
 
     def checkpoint_engine_rpc(
@@ -202,13 +202,9 @@ class VllmSyncGenerationWorker:
 
 
 def declared(refit_info: object) -> object:
-    """The policy's declaration in plain form; None when it is not rollsync's."""
-    if not isinstance(refit_info, Mapping):
-        return None
-    specs = list(refit_info.values())
-    if not all(isinstance(spec, TensorSpec) for spec in specs):
-        return None
-    return msgspec.to_builtins(specs)
+    """The policy's declaration in plain form; None when there is none."""
+    specs = declared_specs(refit_info)
+    return None if specs is None else msgspec.to_builtins(specs)
 
 
 def ranks_of(answers: Iterable[object]) -> list[EngineState]:

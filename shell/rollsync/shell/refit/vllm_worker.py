@@ -48,8 +48,7 @@ class RefitWorkerExtension:
 
     def declare_refit_weights(self, declared: list[object] | None) -> None:
         """Takes the plain form of what the policy will send."""
-        specs = msgspec.convert(declared, list[TensorSpec] | None)
-        self._refit().declare(None if specs is None else {spec.name: spec for spec in specs})
+        self._refit().declare(msgspec.convert(declared, list[TensorSpec] | None))
 
     def init_checkpoint_engine(
         self, backend: str, bucket_size_bytes: int, engine_kwargs: Mapping[str, object]

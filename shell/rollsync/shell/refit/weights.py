@@ -5,7 +5,7 @@ persistent buffers, tied ones once, under their first name, with the other names
 """
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final
 
 import torch
@@ -48,6 +48,29 @@ def declare_weights(module: torch.nn.Module) -> dict[str, TensorSpec]:
     }
 
 
+def declared_specs(refit_info: object) -> tuple[TensorSpec, ...] | None:
+    """What a policy's `prepare_refit_info` declares, in its order.
+
+    Args:
+        refit_info: a mapping of names to `TensorSpec`s, or to pairs of shape and dtype as
+            NeMo-RL's policies answer; None, or anything else, declares nothing.
+    """
+    if not isinstance(refit_info, Mapping):
+        return None
+    specs = [_declared_spec(name, value) for name, value in refit_info.items()]
+    return tuple(spec for spec in specs if spec is not None) if None not in specs else None
+
+
+def _declared_spec(name: object, value: object) -> TensorSpec | None:
+    match name, value:
+        case str(), TensorSpec():
+            return value
+        case str(), (shape, torch.dtype() as dtype) if isinstance(shape, Sequence):
+            if all(isinstance(size, int) for size in shape):
+                return TensorSpec(name, tuple(shape), dtype_name(dtype))
+    return None
+
+
 def with_version(
     weights: Iterable[tuple[str, torch.Tensor]], version: int
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -73,14 +96,18 @@ class WeightChecker:
         self._missing = dict.fromkeys(self._declared)
 
     def check(self, batch: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Answers the batch with every tied weight under all its names.
+        """Answers the batch with every tied weight under all its names, also where the engine that
+        it came through knows of one name only.
 
         Raises:
             WeightMismatch: when a weight's dtype or shape is not the declared one.
         """
-        return list(itertools.chain.from_iterable(self._check(*item) for item in batch))
+        given = {name for name, _ in batch}
+        return list(itertools.chain.from_iterable(self._check(*item, given) for item in batch))
 
-    def _check(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _check(
+        self, name: str, tensor: torch.Tensor, given: Set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor
         declared = self._declared.get(name)
         if declared is None:
@@ -97,7 +124,8 @@ class WeightChecker:
         if mistake is not None:
             raise WeightMismatch(describe(mistake), tensor=name)
         for alias in declared.aliases:
-            yield alias, tensor
+            if alias not in given:
+                yield alias, tensor
 
     def check_complete(self) -> None:
         """Called at the end of the stream.
