@@ -9,7 +9,7 @@ import yaml
 
 from rollsync.pure.config import TransferQueuePlaneConfig
 from rollsync.pure.rollout.sampler import InOrderSampler
-from rollsync.shell.config import ConfigError, parse_config, read_config
+from rollsync.shell.config import ConfigError, at_address, parse_config, read_config
 
 Settings = dict[str, dict[str, object]]
 
@@ -89,6 +89,14 @@ def test_a_clusters_address_is_where_a_controller_can_be() -> None:
     moved["run"]["address"] = "auto"
     with pytest.raises(ConfigError, match=r"run\.address.*cluster\.address"):
         parse(moved)
+
+
+def test_a_command_line_can_name_the_cluster() -> None:
+    config = parse_config(yaml.safe_dump(settings()).encode(), source="run.yaml")
+    assert at_address(config, None) is config
+    assert at_address(config, "head:6379").cluster.address == "head:6379"
+    with pytest.raises(ConfigError, match="--address ray://head:1"):
+        at_address(config, "ray://head:1")
 
 
 def test_a_data_plane_is_named_by_its_backend() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import yaml
 from msgspec import yaml as msgspec_yaml
+from msgspec.structs import replace
 
 from rollsync.pure.config import MasterConfig, impossible
 from rollsync.shell.errors import RollsyncError
@@ -37,6 +38,25 @@ def read_config(file: Path) -> MasterConfig:
             remedy="give the path of a YAML file",
         ) from error
     return parse_config(text, source=str(file))
+
+
+def at_address(config: MasterConfig, address: str | None) -> MasterConfig:
+    """`config` on the cluster that a command line names; None leaves it as it is.
+
+    Raises:
+        ConfigError: no run can be at this address.
+    """
+    if address is None:
+        return config
+    moved = replace(config, cluster=replace(config.cluster, address=address or None))
+    wrong = impossible(moved)
+    if wrong:
+        raise ConfigError(
+            f"--address {address}: {wrong[0].reason}",
+            remedy="give another address",
+            paths=(wrong[0].path,),
+        )
+    return moved
 
 
 def parse_config(text: bytes, *, source: str) -> MasterConfig:

@@ -7,18 +7,22 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The configuration file."""
+    """The configuration file, and the cluster to run it on."""
     parser.add_argument("config", type=Path, help="YAML file; `rollsync demo` writes one to copy")
+    parser.add_argument(
+        "--address",
+        help="Ray cluster to run on, as host:port or auto: in place of cluster.address",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run until the steps are trained, or until asked to stop; then 0."""
     from rich.console import Console
 
-    from rollsync.shell.config import read_config
+    from rollsync.shell.config import at_address, read_config
     from rollsync.shell.run.display import RunDisplay
 
-    config = read_config(args.config)
+    config = at_address(read_config(args.config), args.address)
     console = Console()
     with RunDisplay(console, title=str(args.config)) as display:
         # Imported late: torch, Ray and transformers take seconds, and a wrong file should not.

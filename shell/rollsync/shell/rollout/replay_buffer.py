@@ -7,6 +7,7 @@ in between leaves rows that nobody owns, never an owner without rows.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -50,6 +51,7 @@ class TQReplayBuffer:
         self._plane = plane
         self.partition_id = partition_id
         self.capacity = capacity
+        self._clearing = asyncio.Lock()
 
     @property
     def ready(self) -> tuple[ReplayGroup, ...]:
@@ -167,7 +169,11 @@ class TQReplayBuffer:
 
     async def clear_retired(self) -> int:
         """Clear the rows that nothing owns any more; the number of rows cleared."""
-        async with self._barrier.mutation(CheckpointMutationKind.SAMPLE_CLEAR) as section:
+        # Two that clear at once would both find the same rows, and the second could not say so.
+        async with (
+            self._clearing,
+            self._barrier.mutation(CheckpointMutationKind.SAMPLE_CLEAR) as section,
+        ):
             keys = tuple(sorted(self._cell.state.rows_to_clear))
             if keys:
                 await self._plane.clear(self.partition_id, keys)

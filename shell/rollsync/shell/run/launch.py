@@ -7,22 +7,18 @@ stop (SIGTERM, SIGINT), or fails.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import signal
 from pathlib import Path
 
-import ray
-from ray.actor import ActorProxy
 from ray.exceptions import RayError
 
 from rollsync.pure.config import MasterConfig
-from rollsync.shell.grpo.worker import GrpoPolicyWorker, GrpoTrainerClient
+from rollsync.shell.grpo.worker import GrpoTrainerClient
 from rollsync.shell.journal import Journal, JournalListener
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated, RefitError
 from rollsync.shell.refit.generation import SamplingSettings
-from rollsync.shell.refit.worker_group import Actor, GenerationGroup, PolicyGroup
+from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
 from rollsync.shell.rollout.clients import (
     EnginesLost,
     GeneratedCompletion,
@@ -31,9 +27,11 @@ from rollsync.shell.rollout.clients import (
     SyncFigures,
 )
 from rollsync.shell.rollout.controller import RolloutController, RunClients, RunOutcome
-from rollsync.shell.rollout.data_plane import InProcessDataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
+from rollsync.shell.run.actors import start_engine, start_policy
+from rollsync.shell.run.placement import WorkerPlacement, connected, placed_workers
+from rollsync.shell.run.planes import running_plane
 from rollsync.shell.run.saved import JOURNAL, write_config
 from rollsync.shell.run.tokenizer import PolicyTokenizer
 from rollsync.shell.samplers import load_sampler
@@ -127,36 +125,37 @@ def run_config(config: MasterConfig, *, listener: JournalListener | None = None)
     journal = Journal(Path(config.run.directory) / JOURNAL)
     if listener is not None:
         journal.listen(listener)
-    ray.init(
-        address=config.cluster.address or "local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        configure_logging=False,
-    )
     try:
-        sync, clients = _connect(config, tokenizer, dataset)
-        controller = RolloutController(
-            config,
-            sampler=sampler,
-            clients=clients,
-            dataloader=PromptDataloader(dataset, max_epochs=config.data.max_epochs),
-            plane=InProcessDataPlane(),
-            archive=store,
-            environment=NoEnvironmentCheckpoint(),
-            journal=journal,
-        )
-        return asyncio.run(_run_until_stopped(controller, sync))
+        with (
+            connected(config),
+            placed_workers(config) as placement,
+            running_plane(config.data_plane) as plane,
+        ):
+            sync, clients = _connect(config, placement, tokenizer, dataset)
+            controller = RolloutController(
+                config,
+                sampler=sampler,
+                clients=clients,
+                dataloader=PromptDataloader(dataset, max_epochs=config.data.max_epochs),
+                plane=plane,
+                archive=store,
+                environment=NoEnvironmentCheckpoint(),
+                journal=journal,
+            )
+            return asyncio.run(_run_until_stopped(controller, sync))
     finally:
         journal.close()
-        ray.shutdown()
 
 
 def _connect(
-    config: MasterConfig, tokenizer: PolicyTokenizer, dataset: ReasoningGymDataset
+    config: MasterConfig,
+    placement: WorkerPlacement,
+    tokenizer: PolicyTokenizer,
+    dataset: ReasoningGymDataset,
 ) -> tuple[Synchronizer, RunClients]:
     """The actors of a run, as the controller works with them."""
-    policy, engines = _start_actors(config)
+    policy = start_policy(config, placement)
+    engines = [start_engine(config, placement, i) for i in range(config.generation.engines)]
     trainer = GrpoTrainerClient(policy)
     generation = GenerationGroup(engines)
     sync = Synchronizer(
@@ -191,43 +190,3 @@ async def _run_until_stopped(controller: RolloutController, sync: Synchronizer) 
     outcome = await controller.run(stop)
     await sync.shutdown()
     return outcome
-
-
-def _start_actors(config: MasterConfig) -> tuple[ActorProxy[GrpoPolicyWorker], list[Actor]]:
-    """The trainer and the engines, each in its own process."""
-    workers = 1 + config.generation.engines
-    policy = ray.remote(GrpoPolicyWorker).remote(config, workers_on_host=workers)
-    make = _torch_engine if config.generation.backend == "torch" else _vllm_engine
-    return policy, [make(config, workers) for _ in range(config.generation.engines)]
-
-
-def _torch_engine(config: MasterConfig, workers_on_host: int) -> Actor:
-    from rollsync.shell.refit.torch_generation import TorchGenerationWorker
-
-    return ray.remote(TorchGenerationWorker).remote(
-        config.model.path,
-        workers_on_host=workers_on_host,
-        threads=1 if config.run.deterministic else 0,
-    )
-
-
-def _vllm_engine(config: MasterConfig, workers_on_host: int) -> Actor:
-    from rollsync.shell.refit.vllm_generation import CPU_ENVIRONMENT, VllmGenerationWorker
-
-    del workers_on_host  # vLLM's own workers count themselves.
-    environment = {**CPU_ENVIRONMENT, **_offline(os.environ)}
-    actor = ray.remote(VllmGenerationWorker).options(runtime_env={"env_vars": environment})
-    options = {
-        "max_model_len": config.generation.max_model_len,
-        "max_num_seqs": config.generation.max_concurrent_requests,
-        "enforce_eager": True,
-        "dtype": "float32",
-        "seed": config.run.seed,
-    }
-    return actor.remote(config.model.path, options)
-
-
-def _offline(environment: os._Environ[str]) -> dict[str, str]:
-    """Settings of this process that keep the engines from looking anything up."""
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS")
-    return {name: environment[name] for name in names if name in environment}

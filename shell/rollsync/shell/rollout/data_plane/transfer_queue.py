@@ -1,36 +1,45 @@
 """Rows in TransferQueue, the distributed data plane over Ray: for runs over many machines.
 
 TransferQueue stores columns for a batch of keys; rows here may each have their own fields, dtypes
-and shapes. So a row travels as one column of bytes (safetensors), and comes back exactly.
+and shapes. So a row travels as one value of bytes (safetensors), and comes back exactly.
 
 Rules kept here:
 
 1. All writes to a partition go through one `TransferQueueDataPlane`: it knows the revision of each
-   row, which is what lets `pin` cost nothing and be no remote call.
+   row, which is what lets `pin` cost nothing and be no remote call. Each row carries a stamp of its
+   writer and revision, so that a row that anybody else has written is an error and not data.
 2. TransferQueue has no copy on write, so writes to rows that a pin holds wait for its release. Rows
    that came after the pin are not held up.
+3. Every answer has a deadline. After one that was missed it is not known what the queue holds; then
+   the stamps tell what became of a row, and a resume starts from what was saved.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import torch
 import transfer_queue
 from msgspec import Struct
 from rpds import HashTrieMap
-from safetensors.torch import load, save
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from rollsync.shell.rollout.data_plane.protocol import PinnedRows, Row, StoredRow, Tags
+from rollsync.shell.rollout.data_plane.stamped_rows import (
+    RowStamps,
+    payloads_of,
+    rows_of_payloads,
+    stamp_of,
+)
 from rollsync.shell.rollout.errors import DataPlaneError
 
 _FIELD = "rollsync_row"
-_PRESENT = "rollsync_present"
-"""A tag that every row has, for TransferQueue lists a key by its tags."""
+_STAMP_TAG = "rollsync_stamp"
+"""A tag that every row has: it names the row's write, and TransferQueue lists a key by its tags."""
+_DEADLINE_S = 60.0
 
 
 class _Known(Struct, frozen=True):
@@ -38,12 +47,20 @@ class _Known(Struct, frozen=True):
 
     tags: Tags
     revision: int
+    stamp: str
+    """Of the write that made it; see `stamped_rows`."""
 
 
 class TransferQueueDataPlane:
-    """A `DataPlane` over an initialized TransferQueue (`transfer_queue.init()`)."""
+    """A `DataPlane` over an initialized TransferQueue (`transfer_queue.init()`).
 
-    def __init__(self) -> None:
+    Args:
+        deadline_s: longest wait for one answer of the queue.
+    """
+
+    def __init__(self, *, deadline_s: float = _DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._stamps = RowStamps()
         self._known: dict[str, HashTrieMap[str, _Known]] = {}
         self._revisions = itertools.count(1)
         self._pins: set[_HeldRows] = set()
@@ -69,12 +86,12 @@ class TransferQueueDataPlane:
             return
         async with self._turn(partition_id, rows):
             known = self._rows(partition_id)
-            held = await self._read(partition_id, [key for key in rows if key in known])
+            there = [key for key in rows if key in known]
+            held = await self._read(partition_id, there, known, exact=True)
             merged = {key: {**held.get(key, {}), **row} for key, row in rows.items()}
             after = {
-                key: _Known(
-                    {**(known[key].tags if key in known else {}), **tags.get(key, {})},
-                    next(self._revisions),
+                key: self._stamped(
+                    {**(known[key].tags if key in known else {}), **tags.get(key, {})}
                 )
                 for key in rows
             }
@@ -85,8 +102,10 @@ class TransferQueueDataPlane:
         self, partition_id: str, keys: Sequence[str], *, fields: Sequence[str] | None = None
     ) -> dict[str, Row]:
         """See `DataPlane.get`."""
-        self._require(partition_id, self._rows(partition_id), keys)
-        rows = await self._read(partition_id, keys)
+        known = self._rows(partition_id)
+        self._require(partition_id, known, keys)
+        # A put of this plane may come between, so any of its writes will do.
+        rows = await self._read(partition_id, keys, known, exact=False)
         if fields is None:
             return rows
         return {
@@ -95,13 +114,22 @@ class TransferQueueDataPlane:
         }
 
     async def list_rows(self, partition_id: str) -> dict[str, Tags]:
-        """See `DataPlane.list_rows`. Rows that an earlier process has left are known from here."""
-        with _translated(partition_id):
-            listed = await transfer_queue.async_kv_list(partition_id)
+        """See `DataPlane.list_rows`. Rows that an earlier process has left are known from here.
+
+        Raises:
+            DataPlaneError: somebody else has written to a row of this plane.
+        """
+        known = self._rows(partition_id)
+        async with self._answering(partition_id):
+            listed = (await transfer_queue.async_kv_list(partition_id)).get(partition_id, {})
+        for key in known:
+            if key in listed:
+                found = str(listed[key].get(_STAMP_TAG, ""))
+                self._check(partition_id, key, found, known[key], exact=False)
         known = self._rows(partition_id)
         left = {
-            key: _Known(_own_tags(tags), next(self._revisions))
-            for key, tags in listed.get(partition_id, {}).items()
+            key: _Known(_own_tags(tags), next(self._revisions), str(tags.get(_STAMP_TAG, "")))
+            for key, tags in listed.items()
             if key not in known
         }
         self._known[partition_id] = known.update(left)
@@ -115,7 +143,7 @@ class TransferQueueDataPlane:
             there = [key for key in wanted if key in known]
             if not there:
                 return
-            with _translated(partition_id):
+            async with self._answering(partition_id):
                 await transfer_queue.async_kv_clear(there, partition_id)
             for key in there:
                 known = known.discard(key)
@@ -142,13 +170,39 @@ class TransferQueueDataPlane:
         self._released.set()
         self._released = asyncio.Event()
 
-    async def read_rows(self, partition_id: str, keys: Sequence[str]) -> dict[str, Row]:
-        """Rows that are known to be there."""
-        return await self._read(partition_id, keys)
+    async def read_held(
+        self, partition_id: str, keys: Sequence[str], held: HashTrieMap[str, _Known]
+    ) -> dict[str, Row]:
+        """Rows that a pin holds, exactly as they are known to it."""
+        return await self._read(partition_id, keys, held, exact=True)
 
     def _rows(self, partition_id: str) -> HashTrieMap[str, _Known]:
         nothing: HashTrieMap[str, _Known] = HashTrieMap()
         return self._known.get(partition_id, nothing)
+
+    def _stamped(self, tags: Tags) -> _Known:
+        revision = next(self._revisions)
+        return _Known(tags, revision, self._stamps.stamp(revision))
+
+    @asynccontextmanager
+    async def _answering(self, partition_id: str) -> AsyncIterator[None]:
+        """TransferQueue raises whatever its sockets and actors raise, or waits; here it is one
+        family of errors."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                yield
+        except TimeoutError as error:
+            raise DataPlaneError(
+                f"partition {partition_id}: TransferQueue has not answered within "
+                f"{self._deadline_s:g} s",
+                remedy="see Ray's logs of its controller and storage units; one may have died. "
+                "The run can be resumed",
+            ) from error
+        except Exception as error:
+            raise DataPlaneError(
+                f"partition {partition_id}: TransferQueue failed: {type(error).__name__}: {error}",
+                remedy="see Ray's logs of its controller and storage units; the run can be resumed",
+            ) from error
 
     def _require(
         self, partition_id: str, known: HashTrieMap[str, _Known], keys: Sequence[str]
@@ -173,28 +227,40 @@ class TransferQueueDataPlane:
     async def _write(
         self, partition_id: str, rows: Mapping[str, Row], known: Mapping[str, _Known]
     ) -> None:
-        payloads = [_bytes_of(row) for row in rows.values()]
-        column = torch.nested.as_nested_tensor(payloads, layout=torch.jagged)
-        with _translated(partition_id):
+        stamps = {key: known[key].stamp for key in rows}
+        payloads = await asyncio.to_thread(payloads_of, rows, stamps)
+        async with self._answering(partition_id):
             await transfer_queue.async_kv_batch_put(
                 keys=list(rows),
                 partition_id=partition_id,
-                fields=TensorDict({_FIELD: column}, batch_size=[len(payloads)]),
-                tags=[{_PRESENT: True, **known[key].tags} for key in rows],
+                fields=TensorDict({_FIELD: NonTensorStack(*payloads)}, batch_size=[len(payloads)]),
+                tags=[{**known[key].tags, _STAMP_TAG: stamps[key]} for key in rows],
             )
 
-    async def _read(self, partition_id: str, keys: Sequence[str]) -> dict[str, Row]:
+    async def _read(
+        self,
+        partition_id: str,
+        keys: Sequence[str],
+        known: HashTrieMap[str, _Known],
+        *,
+        exact: bool,
+    ) -> dict[str, Row]:
         if not keys:
             return {}
-        with _translated(partition_id):
+        async with self._answering(partition_id):
             got = await transfer_queue.async_kv_batch_get(
                 list(keys), partition_id, select_fields=[_FIELD]
             )
-        payloads = got[_FIELD]
-        return {
-            key: load(payload.contiguous().numpy().tobytes())
-            for key, payload in zip(keys, payloads, strict=True)
-        }
+        payloads: list[bytes] = got[_FIELD].tolist()
+        for key, payload in zip(keys, payloads, strict=True):
+            self._check(partition_id, key, stamp_of(payload), known[key], exact=exact)
+        return await asyncio.to_thread(rows_of_payloads, keys, payloads)
+
+    def _check(
+        self, partition_id: str, key: str, found: str, known: _Known, *, exact: bool
+    ) -> None:
+        where = f"partition {partition_id}: row {key}"
+        self._stamps.check(found, known.stamp, where, exact=exact)
 
 
 class _HeldRows:
@@ -227,7 +293,7 @@ class _HeldRows:
         missing = [key for key in keys if key not in known]
         if missing:
             raise DataPlaneError(f"partition {self._partition_id} had no row {_some(missing)}")
-        rows = await self._plane.read_rows(self._partition_id, keys)
+        rows = await self._plane.read_held(self._partition_id, keys, known)
         return {
             key: StoredRow(row, known[key].tags, known[key].revision) for key, row in rows.items()
         }
@@ -246,29 +312,12 @@ class _HeldRows:
         return self._known
 
 
-@contextmanager
-def _translated(partition_id: str) -> Iterator[None]:
-    """TransferQueue raises whatever its sockets and actors raise; here it is one family."""
-    try:
-        yield
-    except Exception as error:
-        raise DataPlaneError(
-            f"partition {partition_id}: TransferQueue failed: {type(error).__name__}: {error}",
-            remedy="look at its controller and storage actors; the run can be resumed",
-        ) from error
-
-
 def _own_tags(tags: Mapping[str, object]) -> Tags:
     return {
         name: value
         for name, value in tags.items()
-        if name != _PRESENT and isinstance(value, (str, int, float, bool))
+        if name != _STAMP_TAG and isinstance(value, (str, int, float, bool))
     }
-
-
-def _bytes_of(row: Row) -> torch.Tensor:
-    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in row.items()}
-    return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
 
 
 def _field(row: Row, name: str, key: str, partition_id: str) -> torch.Tensor:

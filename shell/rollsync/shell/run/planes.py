@@ -1,0 +1,27 @@
+"""The data plane that a configuration names, for the length of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollsync.pure.config import DataPlaneConfig, InProcessPlaneConfig
+from rollsync.shell.rollout.data_plane import DataPlane, InProcessDataPlane
+
+
+@contextmanager
+def running_plane(config: DataPlaneConfig) -> Iterator[DataPlane]:
+    """The plane, started; what it started ends with the context. Ray has to be initialized.
+
+    Raises:
+        DataPlaneError: it cannot be started.
+    """
+    if isinstance(config, InProcessPlaneConfig):
+        yield InProcessDataPlane()
+        return
+    # An optional package, which takes seconds to import.
+    from rollsync.shell.rollout.data_plane.queue_service import running_queue
+    from rollsync.shell.rollout.data_plane.transfer_queue import TransferQueueDataPlane
+
+    with running_queue(config):
+        yield TransferQueueDataPlane(deadline_s=config.deadline_s)
