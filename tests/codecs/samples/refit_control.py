@@ -25,6 +25,7 @@ SAMPLES: Final = {
     "full": control.ControlMessage(
         body=control.BucketFilled(
             bucket=3,
+            begin_bytes=256,
             filled_bytes=300,
             checksum="0123456789abcdef",
             pieces=(
@@ -52,7 +53,9 @@ SAMPLES: Final = {
         )
     ),
     "empty": control.ControlMessage(
-        body=control.BucketFilled(bucket=0, filled_bytes=0, checksum=None, pieces=(), aliases=())
+        body=control.BucketFilled(
+            bucket=0, begin_bytes=0, filled_bytes=0, checksum=None, pieces=(), aliases=()
+        )
     ),
     "challenge": control.ControlMessage(body=control.Challenge(nonce=b"\x80" * 8)),
     "hello": control.ControlMessage(body=HELLO),
@@ -77,7 +80,7 @@ SAMPLES: Final = {
     "begins": control.ControlMessage(
         body=control.StreamBegins(first_byte=512, bucket_bytes=256, layout=None)
     ),
-    "released": control.ControlMessage(body=control.BucketReleased(bucket=LARGEST)),
+    "released": control.ControlMessage(body=control.BucketReleased(bucket=LARGEST, released_bytes=1)),
     "ended": control.ControlMessage(
         body=control.StreamEnded(buckets=1, tensors=2, payload_bytes=LARGEST, digest="ab")
     ),

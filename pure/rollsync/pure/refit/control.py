@@ -36,7 +36,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     rollout_world_size: int
     bucket_bytes: int
     buckets: int
-    """Transfer buffers that the sender rotates through."""
+    """Transfer buffers that the sender rotates through; they lie one behind the other."""
     memory_id: str
     """Names the sender's buffers: a receiver that has mapped them need not do it again."""
 
@@ -57,7 +57,7 @@ class MemoryOffered(Struct, frozen=True, kw_only=True, tag="memory_offered"):
     device: int
     """Index of the device that has the buffers; 0 for the host's memory."""
     addresses: tuple[int, ...]
-    """The first byte of each buffer, in the sender's address space."""
+    """The first byte of each buffer, in the sender's address space; one follows the other."""
 
 
 class PlanOffered(Struct, frozen=True, kw_only=True, tag="plan_offered"):
@@ -98,10 +98,10 @@ class StreamBegins(Struct, frozen=True, kw_only=True, tag="stream_begins"):
     """How the buckets of this stream come."""
 
     first_byte: int
-    """Where in each of the sender's buffers this stream's buckets begin: receivers of different
-    layouts share the buffers."""
+    """Where in the sender's buffers, one behind the other, this stream's buckets begin: receivers
+    of different layouts share them."""
     bucket_bytes: int
-    """Size of one bucket of this stream, from `first_byte` on."""
+    """Size of one bucket of this stream."""
     layout: str | None
     """The layout that is sent; None: all of every tensor."""
 
@@ -126,22 +126,28 @@ class Alias(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class BucketFilled(Struct, frozen=True, kw_only=True, tag="bucket_filled"):
-    """A bucket is packed and may be read."""
+    """A further part of a bucket is packed and may be read."""
 
     bucket: int
     """Index in the stream, from 0; it lies in buffer `bucket % buckets`."""
+    begin_bytes: int
+    """Where in the bucket the part begins, which is where the one announced before ended."""
     filled_bytes: int
+    """Where it ends: how much of the bucket is filled now."""
     checksum: str | None
-    """XXH3, 64 bits, hexadecimal, of the filled bytes; None when checksums are off."""
+    """XXH3, 64 bits, hexadecimal, of the part; None when checksums are off."""
     pieces: tuple[Piece, ...]
+    """Those that begin in the part."""
     aliases: tuple[Alias, ...]
-    """Further names of tensors that are whole with this bucket."""
+    """Further names of tensors that are whole with this part."""
 
 
 class BucketReleased(Struct, frozen=True, kw_only=True, tag="bucket_released"):
-    """The receiver has what was in the bucket: its buffer may be filled again."""
+    """The receiver has everything before some byte of a bucket, which may be filled again."""
 
     bucket: int
+    released_bytes: int
+    """That byte: nothing of the bucket is kept before it, and nothing of the buckets before."""
 
 
 class StreamEnded(Struct, frozen=True, kw_only=True, tag="stream_ended"):

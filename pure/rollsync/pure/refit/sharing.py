@@ -1,7 +1,7 @@
 """How the receivers of one sender share its buffers when they keep different parts of the weights.
 
 Receivers of one layout read the same buckets, packed once. Receivers of different layouts are sent
-different streams, each through a region of its own of every buffer, so that a sender's memory does
+different streams, each through a region of its own of the buffers, so that a sender's memory does
 not grow with the number of layouts that it feeds.
 
 Rule kept here: regions are aligned, equally large, and do not overlap.
@@ -24,7 +24,8 @@ class SharedStream(Struct, frozen=True):
     Attributes:
         layout: `layout.layout_digest` of what they keep; None: all of every tensor.
         receivers: Their indices among the sender's receivers.
-        first_byte: Where its buckets begin in each buffer, a multiple of `ALIGNMENT_BYTES`.
+        first_byte: Where its region begins in the buffers, which lie one behind the other; a
+            multiple of `ALIGNMENT_BYTES`. Its buckets lie there one behind the other too.
         bucket_bytes: Size of its buckets, likewise.
     """
 
@@ -35,13 +36,14 @@ class SharedStream(Struct, frozen=True):
 
 
 def share_buffers(
-    layouts: Sequence[str | None], buffer_bytes: int
+    layouts: Sequence[str | None], buffer_bytes: int, buffers: int
 ) -> Result[tuple[SharedStream, ...], TooManyLayouts]:
     """The streams of one sender, in the order of their first receivers.
 
     Args:
         layouts: The digest of each receiver's layout.
         buffer_bytes: Size of each of the sender's buffers, a multiple of `ALIGNMENT_BYTES`.
+        buffers: How many there are, which is how many buckets each stream has at a time.
     """
     receivers: dict[str | None, list[int]] = {}
     for index, layout in enumerate(layouts):
@@ -51,7 +53,7 @@ def share_buffers(
         return Failure(TooManyLayouts(layouts=len(receivers), buffer_bytes=buffer_bytes))
     return Success(
         tuple(
-            SharedStream(layout, tuple(own), position * each, each)
+            SharedStream(layout, tuple(own), position * buffers * each, each)
             for position, (layout, own) in enumerate(receivers.items())
         )
     )

@@ -37,13 +37,14 @@ def _body(wire: v2.ControlBody) -> control.ControlBody:
         case v2.BucketFilled():
             return control.BucketFilled(
                 bucket=wire.bucket,
+                begin_bytes=wire.begin_bytes,
                 filled_bytes=wire.filled_bytes,
                 checksum=wire.checksum,
                 pieces=tuple(_piece(piece) for piece in wire.pieces),
                 aliases=tuple(control.Alias(name=a.name, tensor=a.tensor) for a in wire.aliases),
             )
-        case v1.BucketReleased():
-            return control.BucketReleased(bucket=wire.bucket)
+        case v2.BucketReleased():
+            return control.BucketReleased(bucket=wire.bucket, released_bytes=wire.released_bytes)
         case v1.StreamEnded():
             return control.StreamEnded(
                 buckets=wire.buckets,

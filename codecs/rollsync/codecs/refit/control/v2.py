@@ -1,9 +1,15 @@
-"""Version 2 of a control message: tied weights are named, plans compared and layouts reported."""
+"""Version 2 of a control message: tied weights are named, plans compared, layouts reported,
+and buckets come and go in parts."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from rollsync.codecs.canonical import Natural, Wire
 from rollsync.codecs.refit.control import v1
+
+_ALL: Final = 2**63 - 1
+"""More bytes than a bucket has."""
 
 
 class PlanOffered(Wire, frozen=True, kw_only=True, tag="plan_offered"):
@@ -59,13 +65,21 @@ class Alias(Wire, frozen=True, kw_only=True):
 
 
 class BucketFilled(Wire, frozen=True, kw_only=True, tag="bucket_filled"):
-    """A bucket may be read."""
+    """A part of a bucket may be read."""
 
     bucket: Natural
+    begin_bytes: Natural
     filled_bytes: Natural
     checksum: str | None
     pieces: tuple[v1.Piece, ...]
     aliases: tuple[Alias, ...]
+
+
+class BucketReleased(Wire, frozen=True, kw_only=True, tag="bucket_released"):
+    """Everything before a byte of a bucket was loaded."""
+
+    bucket: Natural
+    released_bytes: Natural
 
 
 ControlBody = (
@@ -80,7 +94,7 @@ ControlBody = (
     | LayoutReported
     | StreamBegins
     | BucketFilled
-    | v1.BucketReleased
+    | BucketReleased
     | v1.StreamEnded
     | v1.StreamAccepted
     | v1.Failed
@@ -94,13 +108,16 @@ class ControlMessage(Wire, frozen=True, kw_only=True):
 
 
 def from_v1(message: v1.ControlMessage) -> ControlMessage:
-    """The message, in which no tensor has further names."""
+    """The message: buckets came and went whole, and no tensor had further names."""
     body = message.body
+    if isinstance(body, v1.BucketReleased):
+        return ControlMessage(body=BucketReleased(bucket=body.bucket, released_bytes=_ALL))
     if not isinstance(body, v1.BucketFilled):
         return ControlMessage(body=body)
     return ControlMessage(
         body=BucketFilled(
             bucket=body.bucket,
+            begin_bytes=0,
             filled_bytes=body.filled_bytes,
             checksum=body.checksum,
             pieces=body.pieces,

@@ -2,6 +2,8 @@
 
 Rules kept here: a frame's length is checked before anything is allocated for it; its code is
 checked before it is decoded; every wait has a deadline; and an ended connection is noticed at once.
+What an admitted peer says is looked for without a pause for a moment before it is waited for:
+waking a sleeping process takes longer than most answers do.
 
 A frame is length (4 bytes, big endian), code (16 bytes, keyed BLAKE2b over the frame's number, the
 sender's side and the message), and the message, an envelope of kind `refit.control`. The key is
@@ -14,11 +16,13 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import select
+import os
 import socket
 import struct
 import threading
-from typing import Literal
+import time
+from collections.abc import Callable
+from typing import Final, Literal
 
 from returns.pipeline import is_successful
 
@@ -41,6 +45,10 @@ FAREWELL_S = 1.0
 _CODE_BYTES = 16
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
+_HEAD_BYTES = _LENGTH.size + _CODE_BYTES
+_READ_BYTES: Final = 1 << 16
+_SPIN_S: Final = 0.001
+"""How long a peer's answer is looked for without giving the event loop back."""
 GREETING_LIMIT_BYTES = 4096
 """Longest frame of a peer that has proved nothing yet."""
 FRAME_LIMIT_BYTES = 256 * 1024 * 1024
@@ -75,6 +83,9 @@ class ControlChannel:
         self._sent = 0
         self._received = 0
         self._limit = GREETING_LIMIT_BYTES
+        self._unread = bytearray()
+        self.while_looking: Callable[[], object] = os.sched_yield
+        """What is done between two looks for an answer."""
         self.stage = "connected"
         self.tensor = ""
 
@@ -84,8 +95,9 @@ class ControlChannel:
         self._limit = FRAME_LIMIT_BYTES
 
     def continue_from(self, earlier: ControlChannel) -> None:
-        """Count frames on from those that `earlier` exchanged over the same connection."""
+        """Go on where `earlier` was, over the same connection."""
         self._sent, self._received = earlier._sent, earlier._received
+        self._unread = earlier._unread
 
     async def send(self, body: ControlBody) -> bytes:
         """Send one message; the bytes of the message."""
@@ -93,11 +105,13 @@ class ControlChannel:
         other: Side = "receiver" if self._side == "sender" else "sender"
         code = self._code(self._side, self._sent, message)
         self._sent += 1
-        loop = asyncio.get_running_loop()
         frame = _LENGTH.pack(len(message)) + code + message
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await loop.sock_sendall(self.connection, frame)
+            taken = self._send_now(frame)
+            if taken < len(frame):
+                loop = asyncio.get_running_loop()
+                async with asyncio.timeout(self._timeout_s):
+                    await loop.sock_sendall(self.connection, memoryview(frame)[taken:])
         except TimeoutError as error:
             raise self._timeout(f"the {other} took no message") from error
         except OSError as error:
@@ -132,19 +146,34 @@ class ControlChannel:
             TransferTimeout: nothing came in time.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
-                head = await self._exactly(_LENGTH.size + _CODE_BYTES)
-                (length,) = _LENGTH.unpack_from(head)
-                if length > self._limit:
-                    raise self.refused(f"a frame of {length} bytes is too long")
-                message = await self._exactly(length)
+            frame = self._frame() or self._look()
+            if frame is None:
+                async with asyncio.timeout(self._timeout_s):
+                    frame = await self._waited_for()
         except TimeoutError as error:
             raise self._timeout(f"{self.peer} said nothing") from error
         except OSError as error:
             raise self.lost() from error
+        return self._opened(*frame)
+
+    def receive_now(self) -> tuple[ControlBody, bytes] | None:
+        """What `receive` gives, if it has come already.
+
+        Raises:
+            PeerFailed, PeerLost, PeerRefused: see `receive`.
+        """
+        try:
+            frame = self._frame()
+            if frame is None and self._read_now():
+                frame = self._frame()
+        except OSError as error:
+            raise self.lost() from error
+        return None if frame is None else self._opened(*frame)
+
+    def _opened(self, code: bytes, message: bytes) -> tuple[ControlBody, bytes]:
+        """The message of a frame, checked."""
         other: Side = "receiver" if self._side == "sender" else "sender"
-        code = self._code(other, self._received, message)
-        if not hmac.compare_digest(code, head[_LENGTH.size :]):
+        if not hmac.compare_digest(code, self._code(other, self._received, message)):
             raise self.refused("a frame with a wrong code")
         self._received += 1
         decoded = CONTROL_MESSAGE.decode(message)
@@ -165,13 +194,10 @@ class ControlChannel:
         """The error for a message that has no place here."""
         return self.refused(f"an unexpected message, {type(body).__name__}")
 
-    def has_news(self) -> bool:
-        """Whether a message, or the connection's end, can be received without waiting."""
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        return bool(readable)
-
     def has_ended(self) -> bool:
         """Whether the other end has closed the connection, or died."""
+        if self._unread:
+            return False
         try:
             return not self.connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -190,16 +216,58 @@ class ControlChannel:
                 while True:
                     await self.receive()
 
-    async def _exactly(self, count: int) -> bytes:
+    def _send_now(self, frame: bytes) -> int:
+        """How much of a frame could be sent without waiting."""
+        try:
+            return self.connection.send(frame)
+        except BlockingIOError:
+            return 0
+
+    def _look(self) -> tuple[bytes, bytes] | None:
+        """The next frame, if it comes soon. A stranger is not worth the event loop's time."""
+        if not self._key:
+            return None
+        end = time.monotonic() + _SPIN_S
+        while True:
+            if self._read_now() and (frame := self._frame()) is not None:
+                return frame
+            if time.monotonic() > end:
+                return None
+            self.while_looking()
+
+    async def _waited_for(self) -> tuple[bytes, bytes]:
         loop = asyncio.get_running_loop()
-        parts: list[bytes] = []
-        while count:
-            part = await loop.sock_recv(self.connection, min(count, 1 << 20))
-            if not part:
-                raise self.lost()
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+        while (frame := self._frame()) is None:
+            self._take(await loop.sock_recv(self.connection, _READ_BYTES))
+        return frame
+
+    def _read_now(self) -> bool:
+        """Take what has come; whether anything has."""
+        try:
+            self._take(self.connection.recv(_READ_BYTES))
+        except BlockingIOError:
+            return False
+        return True
+
+    def _take(self, part: bytes) -> None:
+        if not part:
+            raise self.lost()
+        self._unread += part
+
+    def _frame(self) -> tuple[bytes, bytes] | None:
+        """The code and the message of the next frame, if all of it has been read."""
+        unread = self._unread
+        if len(unread) < _HEAD_BYTES:
+            return None
+        (length,) = _LENGTH.unpack_from(unread)
+        if length > self._limit:
+            raise self.refused(f"a frame of {length} bytes is too long")
+        end = _HEAD_BYTES + length
+        if len(unread) < end:
+            return None
+        code, message = bytes(unread[_LENGTH.size : _HEAD_BYTES]), bytes(unread[_HEAD_BYTES:end])
+        del unread[:end]
+        return code, message
 
     def _code(self, side: Side, number: int, message: bytes) -> bytes:
         keyed = hashlib.blake2b(key=self._key, digest_size=_CODE_BYTES)

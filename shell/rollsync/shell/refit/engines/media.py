@@ -1,17 +1,16 @@
 """What a stream needs from the memory that it goes through, whichever kind that is.
 
-Rule kept here: streams (`sending`, `receiving`) know when a bucket may be filled, read and handed
-on; how its bytes get from one process to the other is the medium's business alone.
+Rule kept here: streams (`sending`, `receiving`) know when a part of a bucket may be filled, read
+and handed on; how its bytes get from one process to the other is the medium's business alone.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
-
-import torch
+from typing import Protocol
 
 from rollsync.pure.refit.control import Hello
 from rollsync.shell.refit.engines.channel import ControlChannel
+from rollsync.shell.refit.engines.rings import Assembly, Region
 
 
 class SenderMemory(Protocol):
@@ -19,17 +18,16 @@ class SenderMemory(Protocol):
 
     memory_id: str
     """Names these buffers among all that there ever are."""
-    buffer_bytes: int
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Each `(buffer_bytes,)` uint8."""
+    region: Region
 
     async def hand_over(self, channel: ControlChannel) -> None:
         """Enable the other end to read the buffers, once per receiver."""
 
     async def serve(self) -> None:
         """Do what receivers need for reading the buffers; runs beside a stream, until cancelled."""
+
+    def progress(self) -> None:
+        """The same, once: what there is to do between two looks for a receiver's answer."""
 
     def release(self) -> None:
         """Give the memory back."""
@@ -38,32 +36,27 @@ class SenderMemory(Protocol):
 class ReceiverMemory(Protocol):
     """A sender's buffers, as a receiver reads them."""
 
-    buffer_bytes: int
-    """Size of one of the sender's buffers."""
-    in_place: ClassVar[bool]
-    """Whether what `fetch` gives lies in the sender's own buffer, which it may then not refill."""
+    region: Region
+    """Where a receiver finds what it has read: the sender's own buffers, or buffers like them."""
 
-    def start(
-        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
-    ) -> None:
-        """Begin to read a bucket that the sender has filled, if that is work at all.
+    def start(self, channel: ControlChannel, first_byte: int, size: int) -> None:
+        """Begin to read what the sender has filled, if that is work at all.
 
         Args:
             channel: to the sender.
-            bucket: index in the stream.
-            first_byte: where in the sender's buffer it begins.
-            filled_bytes: how much of it is filled.
+            first_byte: where in the buffers, the sender's as well as these, it begins.
+            size: how many bytes.
         """
 
-    async def fetch(
-        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
-    ) -> torch.Tensor:
-        """The contents of the bucket that was started: `(at least filled_bytes,)` uint8, of a
-        length that every element size divides."""
+    async def fetch(self, channel: ControlChannel, first_byte: int) -> None:
+        """Wait until what was started there has come."""
 
 
 class ReceiverMedium(Protocol):
     """Where a receiver gets a sender's buffers from."""
+
+    assembly: Assembly
+    """For tensors that the buffers cannot hold."""
 
     def knows(self, memory_id: str) -> bool:
         """Whether these buffers were handed over in an earlier stream."""

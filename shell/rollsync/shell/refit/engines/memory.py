@@ -7,19 +7,17 @@ open, so that a killed job leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import secrets
 import socket
-from typing import ClassVar
 
 import psutil
-import torch
-import xxhash
 
 from rollsync.pure.refit.control import Hello
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused
+from rollsync.shell.refit.engines.mapping import map_file, reserve_file
+from rollsync.shell.refit.engines.rings import Assembly, Region
 from rollsync.shell.refit.errors import RefitError
 
 HAND_OVER_TIMEOUT_S = 5.0
@@ -32,25 +30,26 @@ class BufferAllocationError(RefitError):
 
 
 class SharedBuffers:
-    """Equal buffers, mapped into this process: a sender's own, or as a receiver sees them.
+    """Equal buffers, one behind the other, mapped into this process: a sender's own, or as a
+    receiver sees them.
 
     Args:
-        file_descriptors: one memory file per buffer; this object closes them.
+        file_descriptor: the memory file that they are; this object closes it.
+        count: how many.
         buffer_bytes: size of each.
         memory_id: names them among all that there ever are.
     """
 
-    in_place: ClassVar[bool] = True
-
-    def __init__(self, file_descriptors: list[int], buffer_bytes: int, memory_id: str) -> None:
-        self.file_descriptors = file_descriptors
+    def __init__(self, file_descriptor: int, count: int, buffer_bytes: int, memory_id: str) -> None:
         self.memory_id = memory_id
-        self.buffer_bytes = buffer_bytes
-        self.buffers: list[torch.Tensor] = [
-            torch.frombuffer(mmap.mmap(each, buffer_bytes), dtype=torch.uint8)
-            for each in file_descriptors
-        ]
-        """Each `(buffer_bytes,)` uint8, shared with every process that maps it."""
+        self._file_descriptor = file_descriptor
+        try:
+            self.region = Region(
+                map_file(file_descriptor, count * buffer_bytes), buffer_bytes, count
+            )
+        except BaseException:
+            os.close(file_descriptor)
+            raise
 
     @classmethod
     def allocate(cls, count: int, buffer_bytes: int) -> SharedBuffers:
@@ -59,66 +58,41 @@ class SharedBuffers:
         Raises:
             BufferAllocationError: there is not enough memory.
         """
-        wanted, free = count * buffer_bytes, psutil.virtual_memory().available
-        if wanted > free:
-            # The kernel would not refuse: it would kill processes for the memory.
-            raise BufferAllocationError(
-                f"{count} transfer buffers of {buffer_bytes} bytes need {wanted} bytes, and"
-                f" {free} are free",
-                remedy="lower update_weights_bucket_memory_ratio, or free memory",
-            )
-        made: list[int] = []
-        try:
-            for index in range(count):
-                made.append(os.memfd_create("rollsync", os.MFD_CLOEXEC))
-                try:
-                    # Reserve now: a page that cannot be had later would be a SIGBUS.
-                    os.posix_fallocate(made[-1], 0, buffer_bytes)
-                except OSError as error:
-                    raise BufferAllocationError(
-                        f"transfer buffer {index + 1} of {count} ({buffer_bytes} bytes) cannot be"
-                        f" reserved: {error.strerror}",
-                        remedy="lower update_weights_bucket_memory_ratio, or free memory",
-                    ) from error
-            return cls(made, buffer_bytes, secrets.token_hex(16))
-        except BaseException:
-            for each in made:
-                os.close(each)
-            raise
+        return cls(reserve_buffers(count, buffer_bytes), count, buffer_bytes, secrets.token_hex(16))
 
     async def hand_over(self, channel: ControlChannel) -> None:
         """Send the files themselves; the one byte that carries them cannot block."""
         try:
-            socket.send_fds(channel.connection, [b"m"], self.file_descriptors)
+            socket.send_fds(channel.connection, [b"m"], [self._file_descriptor])
         except OSError as error:
             raise channel.lost() from error
 
     async def serve(self) -> None:
         """Nothing to do: receivers read the memory themselves."""
 
-    def start(
-        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
-    ) -> None:
+    def progress(self) -> None:
+        """Let another process have the core that this one waits on."""
+        os.sched_yield()
+
+    def start(self, channel: ControlChannel, first_byte: int, size: int) -> None:
         """Nothing to do: what the sender has packed is there."""
 
-    async def fetch(
-        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
-    ) -> torch.Tensor:
-        """The sender's buffer itself."""
-        return self.buffers[bucket % len(self.buffers)][first_byte:]
+    async def fetch(self, channel: ControlChannel, first_byte: int) -> None:
+        """Nothing to do: see `start`."""
 
     def release(self) -> None:
-        """Unmap as soon as no tensor uses the memory any more, and close the files."""
-        self.buffers.clear()
-        for each in self.file_descriptors:
-            os.close(each)
-        self.file_descriptors.clear()
+        """Close the file, and unmap it as soon as no tensor uses the memory any more."""
+        if self._file_descriptor >= 0:
+            os.close(self._file_descriptor)
+            self._file_descriptor = -1
+        self.region = Region.none()
 
 
 class SharedMedium:
     """The shared buffers that a receiver has mapped: the newest sender's only."""
 
     def __init__(self) -> None:
+        self.assembly = Assembly()
         self._mapped: SharedBuffers | None = None
 
     def knows(self, memory_id: str) -> bool:
@@ -129,10 +103,10 @@ class SharedMedium:
         """Map the buffers whose files the sender sends."""
         if self._mapped is not None and self.knows(hello.memory_id):
             return self._mapped
-        self.release()
+        self._unmap()
         descriptors = await _descriptors(channel)
         sizes = [os.fstat(each).st_size for each in descriptors]
-        if len(descriptors) != hello.buckets or any(size < hello.bucket_bytes for size in sizes):
+        if len(sizes) != 1 or sizes[0] < hello.buckets * hello.bucket_bytes:
             for each in descriptors:
                 os.close(each)
             raise PeerRefused(
@@ -142,11 +116,17 @@ class SharedMedium:
                 stage="connected",
                 remedy="make sure that both ends run one version of rollsync",
             )
-        self._mapped = SharedBuffers(descriptors, hello.bucket_bytes, hello.memory_id)
+        self._mapped = SharedBuffers(
+            descriptors[0], hello.buckets, hello.bucket_bytes, hello.memory_id
+        )
         return self._mapped
 
     def release(self) -> None:
-        """Unmap."""
+        """Unmap, and free what tensors were assembled in."""
+        self._unmap()
+        self.assembly.release()
+
+    def _unmap(self) -> None:
         if self._mapped is not None:
             self._mapped.release()
             self._mapped = None
@@ -176,7 +156,26 @@ async def _descriptors(channel: ControlChannel) -> list[int]:
     return descriptors
 
 
-def bucket_checksum(buffer: torch.Tensor, filled_bytes: int) -> str:
-    """XXH3, 64 bits, hexadecimal, of the first `filled_bytes` of a buffer."""
-    filled: memoryview = buffer[:filled_bytes].cpu().numpy().data
-    return xxhash.xxh3_64_hexdigest(filled)
+def reserve_buffers(count: int, buffer_bytes: int) -> int:
+    """A memory file for `count` buffers; its descriptor, which the caller closes.
+
+    Raises:
+        BufferAllocationError: there is not enough memory.
+    """
+    wanted, free = count * buffer_bytes, psutil.virtual_memory().available
+    remedy = "lower update_weights_bucket_memory_ratio, or free memory"
+    if wanted > free:
+        # The kernel would not refuse: it would kill processes for the memory.
+        raise BufferAllocationError(
+            f"{count} transfer buffers of {buffer_bytes} bytes need {wanted} bytes, and"
+            f" {free} are free",
+            remedy=remedy,
+        )
+    try:
+        return reserve_file(wanted)
+    except OSError as error:
+        raise BufferAllocationError(
+            f"{count} transfer buffers of {buffer_bytes} bytes cannot be reserved:"
+            f" {error.strerror}",
+            remedy=remedy,
+        ) from error

@@ -1,7 +1,7 @@
 """Transfer buffers that are read over NIXL, on both ends.
 
-A receiver has two buffers of its own, so that one bucket travels while the one before is loaded,
-and the sender gets its buffer back as soon as it was read.
+A receiver has buffers of its own like the sender's, and reads each part of a bucket to the place
+that it has there, so that one part travels while the one before is loaded.
 
 Rule kept here: a read that is under way when a stream ends is ended before its buffer is used
 again.
@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from rollsync.pure.refit.control import Hello, MemoryOffered
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused, TransferTimeout
+from rollsync.shell.refit.engines.mapping import map_file
+from rollsync.shell.refit.engines.memory import reserve_buffers
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent, NixlError, Read, memory_of
+from rollsync.shell.refit.engines.rings import Assembly, Region
 
 if TYPE_CHECKING:
     from nixl_cu12._api import Registered
 
-SPINS = 200
-"""How often a read is asked for without a pause: most end within microseconds."""
+SPIN_S = 0.001
+"""How long a read is asked for without giving the event loop back."""
+PATIENCE_S = 0.02
+"""How long a read is asked for before this worker rests between two times."""
 PAUSE_S = 0.0002
 
 
@@ -43,26 +49,23 @@ class RegisteredBuffers:
     def __init__(
         self, agent: NixlAgent, count: int, buffer_bytes: int, device: torch.device
     ) -> None:
-        # Host memory that a device copies from or to has to be pinned to be fast.
-        pinned = device.type == "cpu" and torch.cuda.is_available()
-        self.buffers: list[torch.Tensor] = [
-            torch.empty(buffer_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-            for _ in range(count)
-        ]
-        self.buffer_bytes = buffer_bytes
+        self.region = Region(_reserve(count, buffer_bytes, device), buffer_bytes, count)
         self.memory_id = secrets.token_hex(16)
         self._agent = agent
-        self._registered: Sequence[Registered] = agent.register(self.buffers)
+        self._registered: Sequence[Registered] = agent.register(
+            [self.region.memory[: self.region.size]]
+        )
 
     async def hand_over(self, channel: ControlChannel) -> None:
         """Tell a receiver where the buffers are."""
-        kind, device = memory_of(self.buffers[0])
+        kind, device = memory_of(self.region.memory)
+        first = self.region.memory.data_ptr()
         await channel.send(
             MemoryOffered(
                 agent=self._agent.metadata,
                 memory=kind,
                 device=device,
-                addresses=tuple(buffer.data_ptr() for buffer in self.buffers),
+                addresses=_addresses(first, self.region.count, self.region.buffer_bytes),
             )
         )
 
@@ -70,14 +73,38 @@ class RegisteredBuffers:
         """Answer readers whenever this end waits: some transports need it for every byte, the
         others to connect."""
         while True:
-            self._agent.progress()
+            self.progress()
             await asyncio.sleep(PAUSE_S)
+
+    def progress(self) -> None:
+        """Answer readers, and let another process have the core that this one waits on."""
+        self._agent.progress()
+        os.sched_yield()
 
     def release(self) -> None:
         """Deregister and free."""
         self._agent.deregister(self._registered)
         self._registered = ()
-        self.buffers.clear()
+        self.region = Region.none()
+
+
+def _reserve(count: int, buffer_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory for the buffers; on the host mirrored, where that is possible."""
+    size = count * buffer_bytes
+    if device.type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    if torch.cuda.is_available():
+        # Host memory that a device copies from or to has to be pinned to be fast.
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    file = reserve_buffers(count, buffer_bytes)
+    try:
+        return map_file(file, size)
+    finally:
+        os.close(file)
+
+
+def _addresses(first: int, count: int, buffer_bytes: int) -> tuple[int, ...]:
+    return tuple(first + index * buffer_bytes for index in range(count))
 
 
 class NixlMedium:
@@ -89,10 +116,9 @@ class NixlMedium:
         timeout_s: how long one read may take.
     """
 
-    in_place: ClassVar[bool] = False
-
     def __init__(self, agent: NixlAgent, buffers: RegisteredBuffers, timeout_s: float) -> None:
-        self.buffer_bytes = buffers.buffer_bytes
+        self.region = buffers.region
+        self.assembly = Assembly()
         self._agent = agent
         self._buffers = buffers
         self._timeout_s = timeout_s
@@ -112,10 +138,12 @@ class NixlMedium:
         offered, _ = await channel.receive()
         if not isinstance(offered, MemoryOffered):
             raise channel.unexpected(offered)
-        if hello.bucket_bytes != self.buffer_bytes or len(offered.addresses) != hello.buckets:
+        own = self.region
+        first = next(iter(offered.addresses), 0)
+        if offered.addresses != _addresses(first, own.count, own.buffer_bytes):
             raise PeerRefused(
                 f"policy {hello.policy_rank} has {len(offered.addresses)} buffers of"
-                f" {hello.bucket_bytes} bytes, here they have {self.buffer_bytes}",
+                f" {hello.bucket_bytes} bytes, here there are {own.count} of {own.buffer_bytes}",
                 rank=channel.rank,
                 stage="connected",
                 remedy="create both sides' engines with one bucket size",
@@ -126,56 +154,49 @@ class NixlMedium:
         self._sender = _Sender(hello.memory_id, agent, offered)
         return self
 
-    def start(
-        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
-    ) -> None:
-        """Begin to read the bucket into this worker's buffer.
+    def start(self, channel: ControlChannel, first_byte: int, size: int) -> None:
+        """Begin to read into this worker's buffers.
 
         Raises:
             PeerLost: NIXL cannot reach the sender.
         """
         sender = self._sender
-        if sender is None or not filled_bytes:
+        if sender is None or not size:
             return
         offered = sender.offered
-        source = (
-            offered.addresses[bucket % len(offered.addresses)] + first_byte,
-            offered.device,
-            offered.memory,
-        )
-        target = self._buffers.buffers[bucket % len(self._buffers.buffers)][:filled_bytes]
+        source = (offered.addresses[0] + first_byte, offered.device, offered.memory)
+        target = self.region.memory[first_byte : first_byte + size]
         with _as_loss(channel):
-            self._reads[bucket] = self._agent.read(sender.agent, source, target)
+            self._reads[first_byte] = self._agent.read(sender.agent, source, target)
 
-    async def fetch(
-        self, channel: ControlChannel, bucket: int, first_byte: int, filled_bytes: int
-    ) -> torch.Tensor:
-        """Wait for the read that was begun.
+    async def fetch(self, channel: ControlChannel, first_byte: int) -> None:
+        """Wait for the read that was begun there.
 
         Raises:
             PeerLost: the sender is gone, or NIXL cannot reach it.
             TransferTimeout: the read takes too long.
         """
-        read = self._reads.get(bucket)
+        read = self._reads.get(first_byte)
         if read is not None:
             with _as_loss(channel):
                 await self._finished(channel, read)
-            del self._reads[bucket]
+            del self._reads[first_byte]
             read.release()
-        return self._buffers.buffers[bucket % len(self._buffers.buffers)]
 
     async def _finished(self, channel: ControlChannel, read: Read) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
-        asked = 0
+        begun = loop.time()
+        paused = begun
         while not read.is_done():
-            asked += 1
-            if asked < SPINS:
+            now = loop.time()
+            if now - paused < SPIN_S:
                 continue
-            await asyncio.sleep(PAUSE_S)
+            # This core may be what moves the bytes, so it rests only when they take long.
+            await asyncio.sleep(PAUSE_S if now - begun > PATIENCE_S else 0)
+            paused = now
             if channel.has_ended():
                 raise channel.lost()
-            if loop.time() > deadline:
+            if now - begun > self._timeout_s:
                 raise TransferTimeout(
                     f"a bucket of {channel.peer} could not be read in {self._timeout_s:g} s",
                     rank=channel.rank,
@@ -189,6 +210,8 @@ class NixlMedium:
         self._end_reads()
         self._forget_sender()
         self._buffers.release()
+        self.region = self._buffers.region
+        self.assembly.release()
 
     def _end_reads(self) -> None:
         for read in self._reads.values():

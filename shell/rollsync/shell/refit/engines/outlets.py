@@ -1,14 +1,18 @@
 """The stream that the receivers of one layout are sent: packed once, announced to each of them.
 
-Rules kept here: a bucket is filled again only when every receiver has released it; and a tensor
-that is tied to one in the same bucket is named, not packed again, if its bytes are the same. (That
+A bucket is announced in parts, so that they are still in the processor's cache when they are hashed
+here, and checked and loaded there.
+
+Rules kept here: memory is filled again only when every receiver has released it; nothing waits for
+a release before all that is filled is announced; and a tensor that is tied to one in the same part
+is named, not packed again, if its bytes are the same. (That
 its storage is the same proves nothing: a trainer may gather every tensor into one buffer.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import xxhash
@@ -27,18 +31,20 @@ from rollsync.pure.refit.layout import Box, SentPart
 from rollsync.pure.refit.sharing import SharedStream
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.media import SenderMemory
-from rollsync.shell.refit.engines.memory import bucket_checksum
-from rollsync.shell.refit.engines.packing import StreamPacker, TypedBuffer
+from rollsync.shell.refit.engines.packing import SLICE_BYTES, StreamPacker
+from rollsync.shell.refit.engines.rings import RunningChecksum, StreamRing
+
+PART_BYTES: Final = 4 * 1024 * 1024
+"""How much is announced at a time: little enough to be in a cache, much beside a message's cost."""
 
 
 class _Packed(NamedTuple):
-    """A tensor that lies whole in the bucket that is being filled."""
+    """A tensor that becomes whole with the part that is being filled."""
 
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    start: int
-    end: int
+    position: int
 
 
 class Outlet:
@@ -64,17 +70,20 @@ class Outlet:
         self._share = share
         self._channels = channels
         self._parts = parts
-        self._checksum = checksum
-        end = share.first_byte + share.bucket_bytes
-        self._regions = [TypedBuffer(each[share.first_byte : end]) for each in memory.buffers]
+        self._ring = StreamRing(memory.region, share.first_byte, share.bucket_bytes)
         self._packer = StreamPacker(share.bucket_bytes)
-        self._released = [-1] * len(channels)
+        self._released = [0] * len(channels)
         self._digest = xxhash.xxh3_128()
         self._bucket = 0
+        # All of the ring is free.
+        self._free_until = self._ring.ring.ring_bytes
+        # Of the bucket that is being filled: up to where it is, and up to where it is announced.
         self._filled_bytes = 0
+        self._announced_bytes = 0
         self._pieces: list[Piece] = []
         self._aliases: list[Alias] = []
-        # By address: what lies in the current bucket, for tensors that are tied to it.
+        self._checksum = RunningChecksum(self._ring, 0) if checksum else None
+        # By address: what becomes whole with the current part, for tensors that are tied to it.
         self._packed: dict[int, _Packed] = {}
 
     async def begin(self) -> None:
@@ -106,12 +115,10 @@ class Outlet:
                 self._name_also(part.spec.aliases, part.spec.name)
 
     async def end(self) -> None:
-        """Announce the last bucket, and the end; the receivers have yet to accept it."""
-        sent = 0
-        if self._pieces:
-            await self._announce()
-            sent = self._bucket + 1
-        await self._await_release(sent - 1)
+        """Announce the last part, and the end; the receivers have yet to accept it."""
+        sent = self._bucket + 1 if self._packer.tensors else 0
+        await self._announce()
+        await self._await_release(self._ring.ring.position(self._bucket, self._filled_bytes))
         ended = StreamEnded(
             buckets=sent,
             tensors=self._packer.tensors,
@@ -131,27 +138,36 @@ class Outlet:
 
     async def _pack(self, name: str, tensor: torch.Tensor) -> None:
         for part in self._packer.parts(name, tensor):
+            piece = part.piece
             if part.bucket != self._bucket:
                 await self._announce()
-                await self._begin_bucket(part.bucket)
-                self._enter("packed", name)
-            part.copy_into(self._regions[part.bucket % len(self._regions)])
-            piece = part.piece
-            self._pieces.append(piece)
-            self._filled_bytes = piece.offset + piece.chunk_bytes
+                self._begin_bucket(part.bucket)
+            start = self._ring.ring.position(part.bucket, piece.offset)
+            is_new = True
+            for end in part.copy_into(self._ring):
+                # The slice before this one has been copied.
+                self._hash(SLICE_BYTES)
+                if self._filled_bytes - self._announced_bytes >= PART_BYTES:
+                    await self._announce()
+                    self._enter("packed", name)
+                if start + end > self._free_until:
+                    await self._announce()
+                    await self._await_release(start + end - self._ring.ring.ring_bytes)
+                    self._enter("packed", name)
+                if is_new:
+                    self._pieces.append(piece)
+                    is_new = False
+                self._filled_bytes = piece.offset + end
             if piece.chunk_bytes and piece.chunk_bytes == tensor.nbytes:
-                self._packed[tensor.data_ptr()] = _Packed(
-                    name, tensor.dtype, tensor.shape, piece.offset, self._filled_bytes
-                )
+                self._packed[tensor.data_ptr()] = _Packed(name, tensor.dtype, tensor.shape, start)
 
     def _is_tied(self, name: str, tensor: torch.Tensor) -> bool:
         """Name the tensor beside the one that it is tied to, if that lies in the current bucket."""
         packed = self._packed.get(tensor.data_ptr())
         if packed is None or packed.dtype != tensor.dtype or packed.shape != tensor.shape:
             return False
-        region = self._regions[self._bucket % len(self._regions)]
         own = tensor.contiguous().view(-1).view(torch.uint8)
-        theirs = region.buffer[packed.start : packed.end]
+        theirs = self._ring.bytes(packed.position, len(own))
         if own.device != theirs.device or not torch.equal(own, theirs):
             return False
         self._aliases.append(self._packer.also_named(name, packed.name))
@@ -161,39 +177,62 @@ class Outlet:
         for alias in aliases:
             self._aliases.append(self._packer.also_named(alias, name))
 
+    def _hash(self, least: int) -> None:
+        """Hash what was filled since, if it is `least` bytes or more."""
+        if self._checksum is not None:
+            filled = self._ring.ring.position(self._bucket, self._filled_bytes)
+            if filled - self._checksum.position >= least:
+                self._checksum.take(filled)
+
     async def _announce(self) -> None:
-        """Tell every receiver that the current bucket is filled."""
-        region = self._regions[self._bucket % len(self._regions)].buffer
+        """Tell every receiver what was filled since the last time, if anything was."""
+        if not self._pieces and self._filled_bytes == self._announced_bytes:
+            return
+        self._hash(0)
         announcement = BucketFilled(
             bucket=self._bucket,
+            begin_bytes=self._announced_bytes,
             filled_bytes=self._filled_bytes,
-            checksum=bucket_checksum(region, self._filled_bytes) if self._checksum else None,
+            checksum=None if self._checksum is None else self._checksum.hexdigest(),
             pieces=tuple(self._pieces),
             aliases=tuple(self._aliases),
         )
+        self._begin_part(self._filled_bytes)
         self._enter("announced a bucket")
         for index, channel in enumerate(self._channels):
             message = await channel.send(announcement)
             if index == 0:
                 self._digest.update(message)
 
-    async def _begin_bucket(self, bucket: int) -> None:
-        """Wait until every receiver has released the bucket that lay in the next one's buffer."""
-        await self._await_release(bucket - len(self._regions))
+    def _begin_bucket(self, bucket: int) -> None:
         self._bucket = bucket
         self._filled_bytes = 0
+        self._begin_part(0)
+
+    def _begin_part(self, begin_bytes: int) -> None:
+        self._announced_bytes = begin_bytes
         self._pieces = []
         self._aliases = []
         self._packed.clear()
+        if self._checksum is not None:
+            position = self._ring.ring.position(self._bucket, begin_bytes)
+            self._checksum = RunningChecksum(self._ring, position)
 
-    async def _await_release(self, bucket: int) -> None:
+    async def _await_release(self, position: int) -> None:
+        """Wait until every receiver has released what lies before `position`."""
         self._enter("waited for a bucket's release")
+        ring = self._ring.ring
         for index, channel in enumerate(self._channels):
-            while self._released[index] < bucket:
+            while self._released[index] < position:
                 body, _ = await channel.receive()
-                if not isinstance(body, BucketReleased) or body.bucket > self._bucket:
+                if not isinstance(body, BucketReleased):
                     raise channel.unexpected(body)
-                self._released[index] = body.bucket
+                released = ring.position(body.bucket, body.released_bytes)
+                filled = ring.position(self._bucket, self._announced_bytes)
+                if not self._released[index] <= released <= filled:
+                    raise channel.unexpected(body)
+                self._released[index] = released
+        self._free_until = min(self._released) + ring.ring_bytes
 
     def _enter(self, stage: str, tensor: str = "") -> None:
         for channel in self._channels:

@@ -7,8 +7,9 @@ the announcements as it comes (order, offsets, coverage), before any byte of it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -21,11 +22,15 @@ from rollsync.pure.refit import (
     describe,
     place_tensor,
 )
-from rollsync.pure.refit.control import Alias, Piece
+from rollsync.pure.refit.control import Alias, BucketFilled, Piece
 from rollsync.pure.refit.errors import TensorNamedTwice
 from rollsync.shell.refit.engines.base import Batch
+from rollsync.shell.refit.engines.rings import Assembly, StreamRing
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.weights import dtype_name
+
+SLICE_BYTES: Final = 256 * 1024
+"""How much is copied, then hashed, at a time: a part of what a core's own cache holds."""
 
 
 class StreamError(RefitError):
@@ -49,52 +54,57 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-class TypedBuffer:
-    """A bucket's bytes as tensors of any dtype.
-
-    The view of all of it in a dtype is made once: it costs more than all else about a small tensor.
-
-    Args:
-        buffer: `(bucket_bytes,)` uint8; bucket_bytes is a multiple of every element size.
-    """
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self._views: dict[torch.dtype, torch.Tensor] = {}
-
-    def tensor(
-        self, dtype: torch.dtype, shape: Sequence[int], start: int, end: int
-    ) -> torch.Tensor:
-        """The bytes from `start` to `end` as they lie, of that dtype and shape."""
-        view = self._views.get(dtype)
-        if view is None:
-            view = self._views[dtype] = self.buffer.view(dtype)
-        size = dtype.itemsize
-        flat = view[start // size : end // size]
-        return flat if len(shape) == 1 else flat.view(shape)
-
-
 @dataclass(frozen=True)
 class Part:
-    """One chunk of one tensor, to be copied into its bucket."""
+    """One chunk of one tensor, to be copied to its place."""
 
     bucket: int
     piece: Piece
     tensor: torch.Tensor
 
-    def copy_into(self, bucket: TypedBuffer) -> None:
-        """Copy the chunk's bytes to its offset in its bucket."""
-        if not self.piece.chunk_bytes:
+    def copy_into(self, ring: StreamRing) -> Iterator[int]:
+        """Copy the chunk to its offset in its bucket, a slice at a time.
+
+        Yields:
+            Before each slice, up to which byte of the chunk it goes: the place has to be free when
+            the next is asked for.
+        """
+        size = self.piece.chunk_bytes
+        start = ring.ring.position(self.bucket, self.piece.offset)
+        source = self._flat(ring)
+        if source is not None:
+            first = self.piece.chunk_offset
+            for begin in range(0, size, SLICE_BYTES):
+                end = min(begin + SLICE_BYTES, size)
+                yield end
+                target = ring.host_bytes(start + begin, end - begin)
+                target[:] = source[first + begin : first + end]
             return
-        tensor, start = self.tensor, self.piece.offset
-        end = start + self.piece.chunk_bytes
-        if self.piece.chunk_bytes == tensor.nbytes:
-            bucket.tensor(tensor.dtype, tensor.shape, start, end).copy_(tensor)
+        yield size
+        if not size:
             return
-        target = bucket.buffer[start:end]
-        flat = self.tensor.contiguous().view(-1).view(torch.uint8)
+        tensor = self.tensor
+        if size == tensor.nbytes:
+            ring.tensor(tensor.dtype, tensor.shape, start, size).copy_(tensor)
+            return
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
         begin = self.piece.chunk_offset
-        target.copy_(flat[begin : begin + self.piece.chunk_bytes])
+        ring.bytes(start, size).copy_(flat[begin : begin + size])
+
+    def _flat(self, ring: StreamRing) -> memoryview | None:
+        """The tensor's bytes, if they lie in order in the host's memory and are worth slicing."""
+        tensor = self.tensor
+        if (
+            self.piece.chunk_bytes <= SLICE_BYTES
+            or not tensor.is_cpu
+            or ring.device.type != "cpu"
+            or not tensor.is_contiguous()
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return None
+        flat: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+        return flat
 
 
 class StreamPacker:
@@ -127,7 +137,7 @@ class StreamPacker:
         self.payload_bytes += tensor.nbytes
         if len(chunks) > 1:
             # A tensor in several chunks is laid out once, not once per chunk.
-            tensor = tensor.contiguous()
+            tensor = tensor.contiguous().resolve_conj().resolve_neg()
         for chunk in chunks:
             piece = Piece(
                 name=name,
@@ -150,68 +160,87 @@ class StreamPacker:
 
 
 class StreamUnpacker:
-    """Rebuilds the tensors of one stream from its buckets.
+    """Rebuilds the tensors of one stream from the parts of its buckets.
 
     Args:
-        bucket_bytes: size of a bucket, as the sender has it.
+        ring: where the parts lie.
+        assembly: memory for tensors that the ring cannot hold.
     """
 
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, ring: StreamRing, assembly: Assembly) -> None:
+        self._ring = ring
+        self._assembly = assembly
+        self._bucket_bytes = ring.ring.bucket_bytes
         self._cursor = Cursor()
         self._names: set[str] = set()
         self._unfinished: _Unfinished | None = None
-        self._assembly = _Assembly()
+        self._end = 0
         self.tensors = 0
         self.payload_bytes = 0
 
-    def batch(
-        self,
-        bucket: int,
-        pieces: tuple[Piece, ...],
-        aliases: tuple[Alias, ...],
-        buffer: torch.Tensor,
-    ) -> Batch:
-        """The tensors that are whole with this bucket, each also under its further names: views of
-        `buffer` where one chunk has all.
+    @property
+    def is_assembling(self) -> bool:
+        """Whether a tensor is under way that the ring cannot hold."""
+        return self._unfinished is not None and not self._unfinished.stays
+
+    def absorb(self, position: int) -> None:
+        """Copy away what has come, before `position`, of a tensor that the ring cannot hold.
+
+        Of one tensor only: the next must not be begun before the batch with this one is loaded.
+        """
+        unfinished = self._unfinished
+        if unfinished is not None and not unfinished.stays:
+            unfinished.absorb(position, self._ring, self._assembly)
+
+    def take(self, part: BucketFilled) -> Batch:
+        """The tensors that are whole with this part, each also under its further names: views of
+        the ring, except for one that the ring cannot hold.
 
         Raises:
             StreamError: the pieces are not those that the packing rules put there, or an alias is
-                of no tensor that is whole with this bucket.
+                of no tensor that is whole with this part.
         """
         whole: Batch = []
         further: dict[str, list[str]] = {}
-        for alias in aliases:
+        for alias in part.aliases:
             further.setdefault(alias.tensor, []).append(alias.name)
-        typed = TypedBuffer(buffer)
-        for piece in pieces:
+        begin = self._ring.ring.position(part.bucket, part.begin_bytes)
+        end = self._ring.ring.position(part.bucket, part.filled_bytes)
+        if begin != self._end and self._unfinished is not None:
+            raise StreamError(f"tensor {self._unfinished.spec.name!r} has a hole")
+        self._end = end
+        self._finish(end, whole, further)
+        for piece in part.pieces:
             if piece.chunk_offset == 0:
-                self._begin(piece)
+                self._begin(part.bucket, piece)
             unfinished = self._unfinished
-            if unfinished is None or not unfinished.expects(bucket, piece):
+            if (
+                unfinished is None
+                or piece.offset > part.filled_bytes
+                or not unfinished.expects(part.bucket, piece)
+            ):
                 raise StreamError(
                     f"tensor {piece.name!r}: a chunk at byte {piece.chunk_offset} of bucket"
-                    f" {bucket} is out of place"
+                    f" {part.bucket} is out of place"
                 )
-            done = unfinished.take(typed)
-            if done is not None:
-                self._unfinished = None
-                self.tensors += 1
-                self.payload_bytes += done.nbytes
-                whole.append((piece.name, done))
-                for name in further.pop(piece.name, ()):
-                    _take_name(name, self._names)
-                    whole.append((name, done))
+            self._finish(end, whole, further)
         for tensor, names in further.items():
-            raise StreamError(f"{names[0]!r} is named for {tensor!r}, which is not in its bucket")
+            raise StreamError(f"{names[0]!r} is named for {tensor!r}, which is not whole with it")
         return whole
+
+    def settle(self) -> int:
+        """What the sender may fill again once the tensors of `take` are loaded: everything before
+        the position that is answered."""
+        self.absorb(self._end)
+        unfinished = self._unfinished
+        return unfinished.start if unfinished is not None and unfinished.stays else self._end
 
     def check_complete(self) -> None:
         """Raise `StreamError` if the last tensor is not whole."""
         if self._unfinished is not None:
             raise StreamError(f"tensor {self._unfinished.spec.name!r} ended before its last byte")
 
-    def _begin(self, piece: Piece) -> None:
+    def _begin(self, bucket: int, piece: Piece) -> None:
         spec = TensorSpec(piece.name, piece.shape, piece.dtype)
         mistake = check_tensor(spec, self._names)
         if mistake is not None:
@@ -219,7 +248,26 @@ class StreamUnpacker:
         self.check_complete()
         self._names.add(piece.name)
         self._cursor, chunks = place_tensor(self._cursor, spec, self._bucket_bytes)
-        self._unfinished = _Unfinished(spec, chunks, self._assembly)
+        start = self._ring.ring.position(chunks[0].bucket, chunks[0].offset)
+        size = piece.chunk_bytes if len(chunks) == 1 else spec.tensor_bytes
+        stays = len(chunks) == 1 or self._ring.ring.holds(start, size)
+        self._unfinished = _Unfinished(spec, chunks, start, size, stays)
+
+    def _finish(self, end: int, whole: Batch, further: dict[str, list[str]]) -> None:
+        """Add the tensor that is under way if all of it lies before `end`."""
+        unfinished = self._unfinished
+        if unfinished is None or not unfinished.is_whole(end):
+            return
+        done = unfinished.tensor(self._ring, self._assembly)
+        self._unfinished = None
+        self.tensors += 1
+        self.payload_bytes += unfinished.size
+        name = unfinished.spec.name
+        whole.append((name, done))
+        if further:
+            for alias in further.pop(name, ()):
+                _take_name(alias, self._names)
+                whole.append((alias, done))
 
 
 def _take_name(name: str, names: set[str]) -> None:
@@ -229,60 +277,59 @@ def _take_name(name: str, names: set[str]) -> None:
 
 
 class _Unfinished:
-    """A tensor of which chunks are still to come, where the packing rules put them."""
+    """A tensor of which something is still to come, at the place that the packing rules give it."""
 
-    def __init__(self, spec: TensorSpec, chunks: tuple[Chunk, ...], assembly: _Assembly) -> None:
+    __slots__ = ("_absorbed", "_chunks", "_taken", "size", "spec", "start", "stays")
+
+    def __init__(
+        self, spec: TensorSpec, chunks: tuple[Chunk, ...], start: int, size: int, stays: bool
+    ) -> None:
         self.spec = spec
+        self.start = start
+        self.size = size
+        self.stays = stays
+        """Whether it is left in the ring until it is whole."""
         self._chunks = chunks
-        self._assembly = assembly
         self._taken = 0
-        self._assembled: torch.Tensor | None = None
+        self._absorbed = start
 
     def expects(self, bucket: int, piece: Piece) -> bool:
-        """Whether `piece` is the next chunk of this tensor."""
-        chunk = self._chunks[self._taken]
-        return (
-            piece.name == self.spec.name
-            and piece.shape == self.spec.shape
-            and piece.dtype == self.spec.dtype
-            and chunk == Chunk(bucket, piece.offset, piece.chunk_offset, piece.chunk_bytes)
-        )
-
-    def take(self, bucket: TypedBuffer) -> torch.Tensor | None:
-        """The tensor, if its next chunk, which lies in `bucket`, is its last."""
-        chunk = self._chunks[self._taken]
+        """Whether `piece` is the next chunk of this tensor; if so, it is taken for announced."""
+        if self._taken == len(self._chunks):
+            return False
+        chunk, spec = self._chunks[self._taken], self.spec
         self._taken += 1
-        dtype = dtype_of(self.spec.dtype)
-        if len(self._chunks) == 1:
-            if not chunk.chunk_bytes:
-                return torch.empty(self.spec.shape, dtype=dtype)
-            end = chunk.offset + chunk.chunk_bytes
-            return bucket.tensor(dtype, self.spec.shape, chunk.offset, end)
-        if self._assembled is None:
-            self._assembled = self._assembly.memory(self.spec.tensor_bytes)
-        end = chunk.chunk_offset + chunk.chunk_bytes
-        self._assembled[chunk.chunk_offset : end].copy_(
-            bucket.buffer[chunk.offset : chunk.offset + chunk.chunk_bytes]
+        return (
+            chunk.bucket == bucket
+            and chunk.offset == piece.offset
+            and chunk.chunk_offset == piece.chunk_offset
+            and chunk.chunk_bytes == piece.chunk_bytes
+            and piece.name == spec.name
+            and piece.shape == spec.shape
+            and piece.dtype == spec.dtype
         )
-        if self._taken < len(self._chunks):
-            return None
-        return self._assembled.view(dtype).view(self.spec.shape)
 
+    def is_whole(self, end: int) -> bool:
+        """Whether all of it was announced and lies before `end`."""
+        return self._taken == len(self._chunks) and self.start + self.size <= end
 
-class _Assembly:
-    """Memory to put chunks together in, used again and again: new pages cost as much as a copy.
+    def absorb(self, position: int, ring: StreamRing, assembly: Assembly) -> None:
+        """Copy what lies before `position` to where this tensor is put together."""
+        end = min(position, self.start + self.size)
+        begin = self._absorbed
+        if begin == self.start:
+            # The tensor before this one may have been there until now.
+            assembly.reserve(self.size, ring.device)
+        if begin < end:
+            assembly.put(begin - self.start, ring.bytes(begin, end - begin))
+            self._absorbed = end
 
-    A tensor is begun while the one before it, whose last chunk came with the same bucket, is still
-    to be loaded; the one before that is loaded. So two memories take turns.
-    """
-
-    def __init__(self) -> None:
-        self._current = torch.empty(0, dtype=torch.uint8)
-        self._previous = torch.empty(0, dtype=torch.uint8)
-
-    def memory(self, size: int) -> torch.Tensor:
-        """`(size,)` uint8, until the second call after this."""
-        self._current, self._previous = self._previous, self._current
-        if len(self._current) < size:
-            self._current = torch.empty(size, dtype=torch.uint8)
-        return self._current[:size]
+    def tensor(self, ring: StreamRing, assembly: Assembly) -> torch.Tensor:
+        """All of it."""
+        dtype = dtype_of(self.spec.dtype)
+        if not self.size:
+            return torch.empty(self.spec.shape, dtype=dtype, device=ring.device)
+        if self.stays:
+            return ring.tensor(dtype, self.spec.shape, self.start, self.size)
+        self.absorb(self.start + self.size, ring, assembly)
+        return assembly.memory[: self.size].view(dtype).view(self.spec.shape)

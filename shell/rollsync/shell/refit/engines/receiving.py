@@ -1,13 +1,16 @@
 """The receiving end of one stream.
 
-Rules kept here: a bucket that is read in place is released when the consumer asks for the next,
-which is when it has loaded this one; and the stream is accepted when all of it is loaded.
+Rules kept here: nothing is handed on before its checksum was compared; memory is released when the
+consumer asks for the next batch, which is when it has loaded this one; and the stream is accepted
+when all of it is loaded.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Final
 
 import torch
 import xxhash
@@ -16,6 +19,7 @@ from rollsync.pure.refit import ALIGNMENT_BYTES, check_bucket_bytes
 from rollsync.pure.refit.control import (
     BucketFilled,
     BucketReleased,
+    ControlBody,
     Failed,
     StreamAccepted,
     StreamBegins,
@@ -29,9 +33,12 @@ from rollsync.shell.refit.engines.errors import PeerRefused
 from rollsync.shell.refit.engines.greeting import Greeting, Place
 from rollsync.shell.refit.engines.lifelines import HeldLifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
-from rollsync.shell.refit.engines.memory import bucket_checksum
 from rollsync.shell.refit.engines.opening import Expectation, answer_plan
-from rollsync.shell.refit.engines.packing import StreamUnpacker
+from rollsync.shell.refit.engines.packing import SLICE_BYTES, StreamUnpacker
+from rollsync.shell.refit.engines.rings import Assembly, RunningChecksum, StreamRing
+
+READS_AHEAD: Final = 2
+"""How many parts are being read at a time, where that is work."""
 
 
 async def receive_stream(
@@ -59,7 +66,8 @@ async def receive_stream(
     channel = sender.channel
     async with _telling(channel, place.rollout_rank, stop):
         begins = await answer_plan(channel, expectation)
-        async with aclosing(_Arrivals(channel, sender.memory, begins).batches()) as arriving:
+        arrivals = _Arrivals(channel, sender.memory, begins, medium.assembly)
+        async with aclosing(arrivals.batches()) as arriving:
             async for whole in arriving:
                 yield whole
                 _finish_loads()
@@ -70,73 +78,115 @@ class _Arrivals:
     """The buckets of one stream as they come, checked."""
 
     def __init__(
-        self, channel: ControlChannel, memory: ReceiverMemory, begins: StreamBegins
+        self,
+        channel: ControlChannel,
+        memory: ReceiverMemory,
+        begins: StreamBegins,
+        assembly: Assembly,
     ) -> None:
         self._channel = channel
         self._memory = memory
-        self._first_byte = begins.first_byte
-        self._bucket_bytes = begins.bucket_bytes
         if (
-            begins.first_byte + begins.bucket_bytes > memory.buffer_bytes
+            begins.first_byte + begins.bucket_bytes * memory.region.count > memory.region.size
             or begins.first_byte % ALIGNMENT_BYTES
             or check_bucket_bytes(begins.bucket_bytes) is not None
         ):
             raise self._damaged(f"buckets of {begins.bucket_bytes} bytes from {begins.first_byte}")
-        self._unpacker = StreamUnpacker(begins.bucket_bytes)
+        self._ring = StreamRing(memory.region, begins.first_byte, begins.bucket_bytes)
+        self._unpacker = StreamUnpacker(self._ring, assembly)
         self._digest = xxhash.xxh3_128()
+        self._buckets = 0
+        self._announced_bytes = 0
+        self._released = 0
+        # What is announced and not handed on yet; of these, how many are being read.
+        self._coming: deque[BucketFilled | StreamEnded] = deque()
         self._started = 0
-        self._ahead: BucketFilled | StreamEnded | None = None
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
-        """The whole tensors of each bucket; a bucket is done with when the next is asked for."""
-        channel = self._channel
-        buckets = 0
+        """The tensors as they become whole; a batch is done with when the next is asked for."""
         while True:
-            body = self._ahead if self._ahead is not None else await self._announced()
-            self._ahead = None
-            if isinstance(body, StreamEnded):
-                self._check_end(body, buckets)
+            part = await self._next()
+            if isinstance(part, StreamEnded):
+                self._check_end(part)
                 return
-            channel.stage = "read a bucket"
-            channel.tensor = body.pieces[0].name if body.pieces else ""
-            buffer = await self._memory.fetch(
-                channel, body.bucket, self._first_byte, body.filled_bytes
-            )
-            self._check_contents(body, buffer)
-            if not self._memory.in_place:
-                await channel.send(BucketReleased(bucket=body.bucket))
-                if channel.has_news():
-                    # The next bucket travels while this one is loaded.
-                    self._ahead = await self._announced()
-            channel.stage = "loaded"
-            channel.tensor = body.pieces[0].name if body.pieces else ""
-            whole = self._unpacker.batch(body.bucket, body.pieces, body.aliases, buffer)
+            self._check_contents(part)
+            whole = self._unpacker.take(part)
+            # The next part travels while this one is loaded.
+            self._look_ahead()
             if whole:
+                self._enter("loaded", whole[0][0])
                 yield whole
-            buckets += 1
-            if self._memory.in_place:
-                await channel.send(BucketReleased(bucket=body.bucket))
+            await self._release(self._unpacker.settle())
 
-    async def _announced(self) -> BucketFilled | StreamEnded:
-        """The next announcement; of a bucket, its reading has begun."""
+    async def _next(self) -> BucketFilled | StreamEnded:
+        """The next part, which has come."""
         channel = self._channel
-        channel.stage, channel.tensor = "waited for a bucket", ""
-        body, message = await channel.receive()
-        if isinstance(body, StreamEnded):
-            return body
-        if not isinstance(body, BucketFilled) or body.bucket != self._started:
-            raise channel.unexpected(body)
-        if body.filled_bytes > self._bucket_bytes:
-            raise self._damaged(f"{body.filled_bytes} bytes in one bucket")
-        self._started += 1
-        self._digest.update(message)
-        self._memory.start(channel, body.bucket, self._first_byte, body.filled_bytes)
-        return body
+        if not self._coming:
+            self._enter("waited for a bucket")
+            self._note(*await channel.receive())
+        self._look_ahead()
+        part = self._coming.popleft()
+        if isinstance(part, BucketFilled):
+            self._enter("read a bucket", part.pieces[0].name if part.pieces else "")
+            await self._memory.fetch(channel, self._place(part))
+            self._started -= 1
+        return part
 
-    def _check_end(self, ended: StreamEnded, buckets: int) -> None:
+    def _look_ahead(self) -> None:
+        """Begin to read what is announced by now, a few parts at a time."""
+        while len(self._coming) < READS_AHEAD and (news := self._channel.receive_now()) is not None:
+            self._note(*news)
+        while self._started < min(len(self._coming), READS_AHEAD):
+            part = self._coming[self._started]
+            if isinstance(part, StreamEnded):
+                return
+            size = part.filled_bytes - part.begin_bytes
+            self._memory.start(self._channel, self._place(part), size)
+            self._started += 1
+
+    def _place(self, part: BucketFilled) -> int:
+        return self._ring.place(self._ring.ring.position(part.bucket, part.begin_bytes))
+
+    def _note(self, body: ControlBody, message: bytes) -> None:
+        """Check an announcement against those before it."""
+        ended = bool(self._coming) and isinstance(self._coming[-1], StreamEnded)
+        if isinstance(body, StreamEnded) and not ended:
+            self._coming.append(body)
+            return
+        if not isinstance(body, BucketFilled) or ended:
+            raise self._channel.unexpected(body)
+        ring = self._ring.ring
+        if body.bucket == self._buckets and self._may_close_bucket():
+            self._buckets += 1
+            self._announced_bytes = 0
+        if (
+            body.bucket != self._buckets - 1
+            or body.begin_bytes != self._announced_bytes
+            or not body.begin_bytes <= body.filled_bytes <= ring.bucket_bytes
+            or not ring.may_fill(ring.position(body.bucket, body.filled_bytes), self._released)
+        ):
+            raise self._channel.unexpected(body)
+        self._announced_bytes = body.filled_bytes
+        self._digest.update(message)
+        self._coming.append(body)
+
+    def _may_close_bucket(self) -> bool:
+        """Whether the current bucket is full, but for padding."""
+        left = self._ring.ring.bucket_bytes - self._announced_bytes
+        return not self._buckets or left < ALIGNMENT_BYTES
+
+    async def _release(self, position: int) -> None:
+        """Let the sender fill again what lies before `position`."""
+        if position == self._released:
+            return
+        self._released = position
+        bucket, released_bytes = self._ring.ring.bucket_at(position)
+        await self._channel.send(BucketReleased(bucket=bucket, released_bytes=released_bytes))
+
+    def _check_end(self, ended: StreamEnded) -> None:
         self._unpacker.check_complete()
         received = StreamEnded(
-            buckets=buckets,
+            buckets=self._buckets,
             tensors=self._unpacker.tensors,
             payload_bytes=self._unpacker.payload_bytes,
             digest=self._digest.hexdigest(),
@@ -144,14 +194,30 @@ class _Arrivals:
         if ended != received:
             raise self._damaged(f"sent {ended}, received {received}")
 
-    def _check_contents(self, announced: BucketFilled, buffer: torch.Tensor) -> None:
+    def _check_contents(self, announced: BucketFilled) -> None:
+        """Check the part, and copy what the ring cannot hold of a tensor while it is at hand."""
+        ring = self._ring.ring
+        begin = ring.position(announced.bucket, announced.begin_bytes)
+        end = ring.position(announced.bucket, announced.filled_bytes)
         if announced.checksum is None:
+            self._unpacker.absorb(end)
             return
-        found = bucket_checksum(buffer, announced.filled_bytes)
+        checksum = RunningChecksum(self._ring, begin)
+        step = SLICE_BYTES if self._unpacker.is_assembling else max(end - begin, 1)
+        for position in range(begin, end, step):
+            to = min(position + step, end)
+            checksum.take(to)
+            self._unpacker.absorb(to)
+        found = checksum.hexdigest()
         if found != announced.checksum:
             raise self._damaged(
-                f"bucket {announced.bucket} has checksum {found}, sent as {announced.checksum}"
+                f"bucket {announced.bucket} has checksum {found} from byte"
+                f" {announced.begin_bytes} to {announced.filled_bytes}, sent as"
+                f" {announced.checksum}"
             )
+
+    def _enter(self, stage: str, tensor: str = "") -> None:
+        self._channel.stage, self._channel.tensor = stage, tensor
 
     def _damaged(self, what: str) -> PeerRefused:
         return PeerRefused(

@@ -105,7 +105,8 @@ class SendingStream:
             channel = await self._connect(receiver)
             self._channels.append(channel)
             layouts.append(await offer_plan(channel, self._declaration, receiver.rank))
-        shares = share_buffers(layouts, self._memory.buffer_bytes)
+        region = self._memory.region
+        shares = share_buffers(layouts, region.buffer_bytes, region.count)
         if not is_successful(shares):
             raise RefitConfigurationError(describe(shares.failure()), error=shares.failure())
         outlets = [
@@ -163,8 +164,8 @@ class SendingStream:
                 rollout_rank=receiver.rank,
                 train_world_size=self._train_world_size,
                 rollout_world_size=self._rollout_world_size,
-                bucket_bytes=self._memory.buffer_bytes,
-                buckets=len(self._memory.buffers),
+                bucket_bytes=self._memory.region.buffer_bytes,
+                buckets=self._memory.region.count,
                 memory_id=self._memory.memory_id,
             )
         )
@@ -179,6 +180,7 @@ class SendingStream:
                 remedy="make sure that no other program listens in this run's name",
             )
         channel.authenticate(receiver.secret, *nonces)
+        channel.while_looking = self._memory.progress
         if welcome.needs_memory:
             await self._memory.hand_over(channel)
 

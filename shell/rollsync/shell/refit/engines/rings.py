@@ -1,0 +1,167 @@
+"""A ring of transfer buffers as tensors, and the memory for tensors that it cannot hold.
+
+Rule kept here: where a position of a stream lies is decided by `rollsync.pure.refit.ring`; here it
+becomes bytes of a tensor, and a tensor's bytes become a tensor again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from rollsync.pure.refit.ring import Ring
+
+
+class TypedBuffer:
+    """Bytes as tensors of any dtype.
+
+    The view of all of them in a dtype is made once: it costs more than all else about a small
+    tensor.
+
+    Args:
+        buffer: `(n,)` uint8; n is a multiple of every element size.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+
+    def tensor(
+        self, dtype: torch.dtype, shape: Sequence[int], start: int, end: int
+    ) -> torch.Tensor:
+        """The bytes from `start` to `end` as they lie, of that dtype and shape."""
+        view = self._views.get(dtype)
+        if view is None:
+            view = self._views[dtype] = self.buffer.view(dtype)
+        size = dtype.itemsize
+        flat = view[start // size : end // size]
+        return flat if len(shape) == 1 else flat.view(shape)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Equal transfer buffers, one behind the other.
+
+    Attributes:
+        memory: `(count * buffer_bytes,)` uint8, or twice as long when it is mirrored: the second
+            half is the first once more.
+        buffer_bytes: size of each, a multiple of 256.
+        count: how many.
+    """
+
+    memory: torch.Tensor
+    buffer_bytes: int
+    count: int
+
+    @classmethod
+    def none(cls) -> Region:
+        """That of buffers that were given back."""
+        return cls(torch.empty(0, dtype=torch.uint8), 0, 0)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buffers."""
+        return self.count * self.buffer_bytes
+
+
+class StreamRing:
+    """The buckets of one stream in its region of the buffers.
+
+    Args:
+        region: all of the buffers.
+        first_byte: where in them this stream's buckets begin.
+        bucket_bytes: size of a bucket.
+    """
+
+    def __init__(self, region: Region, first_byte: int, bucket_bytes: int) -> None:
+        own = region.count * bucket_bytes
+        mirrored = own == region.size < len(region.memory)
+        self.ring = Ring(bucket_bytes=bucket_bytes, buckets=region.count, mirrored=mirrored)
+        self.first_byte = first_byte
+        self.device = region.memory.device
+        end = len(region.memory) if mirrored else first_byte + own
+        memory = region.memory[first_byte:end]
+        self._typed = TypedBuffer(memory)
+        self._host: memoryview | None = memory.numpy().data if memory.is_cpu else None
+
+    def place(self, position: int) -> int:
+        """The byte of the buffers at which a position lies."""
+        return self.first_byte + self.ring.place(position)
+
+    def bytes(self, position: int, size: int) -> torch.Tensor:
+        """`(size,)` uint8: what lies there. No further than the end of its bucket, unless
+        `Ring.holds` it."""
+        start = self.ring.place(position)
+        return self._typed.buffer[start : start + size]
+
+    def host_bytes(self, position: int, size: int) -> memoryview:
+        """What lies there, for the host; a copy if that is in a device's memory."""
+        if self._host is None:
+            copied: memoryview = self.bytes(position, size).cpu().numpy().data
+            return copied
+        start = self.ring.place(position)
+        return self._host[start : start + size]
+
+    def tensor(
+        self, dtype: torch.dtype, shape: Sequence[int], position: int, size: int
+    ) -> torch.Tensor:
+        """What lies there, as a tensor; see `bytes`."""
+        start = self.ring.place(position)
+        return self._typed.tensor(dtype, shape, start, start + size)
+
+
+class Assembly:
+    """Memory in which one tensor after the other that the ring cannot hold is put together.
+
+    It is kept from stream to stream: new pages cost more than the copies into them.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        """Where the tensor is, from its first byte on."""
+
+    def reserve(self, size: int, device: torch.device) -> None:
+        """Begin a tensor of `size` bytes; the one before is gone."""
+        if len(self.memory) < size or self.memory.device != device:
+            # The old memory goes first, so that both are never there at once.
+            self.release()
+            self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def put(self, start: int, source: torch.Tensor) -> None:
+        """Copy the bytes of the tensor from `start` on."""
+        target = self.memory[start : start + len(source)]
+        if target.is_cpu:
+            target.numpy().data[:] = source.numpy().data
+        else:
+            target.copy_(source)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+class RunningChecksum:
+    """XXH3, 64 bits, of a stretch of a ring, taken while the bytes are still in the cache.
+
+    Args:
+        ring: where they lie.
+        position: where the stretch begins.
+    """
+
+    def __init__(self, ring: StreamRing, position: int) -> None:
+        self._ring = ring
+        self._hash = xxhash.xxh3_64()
+        self.position = position
+        """Up to where the bytes have been taken."""
+
+    def take(self, position: int) -> None:
+        """Take what lies before `position`, all in one bucket."""
+        self._hash.update(self._ring.host_bytes(self.position, position - self.position))
+        self.position = position
+
+    def hexdigest(self) -> str:
+        """In hexadecimal."""
+        return self._hash.hexdigest()
