@@ -80,7 +80,9 @@ SAMPLES: Final = {
     "begins": control.ControlMessage(
         body=control.StreamBegins(first_byte=512, bucket_bytes=256, layout=None)
     ),
-    "released": control.ControlMessage(body=control.BucketReleased(bucket=LARGEST, released_bytes=1)),
+    "released": control.ControlMessage(
+        body=control.BucketReleased(bucket=LARGEST, released_bytes=1)
+    ),
     "ended": control.ControlMessage(
         body=control.StreamEnded(buckets=1, tensors=2, payload_bytes=LARGEST, digest="ab")
     ),
