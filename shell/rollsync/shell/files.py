@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from pathlib import Path
+from typing import IO
 
 from returns.pipeline import is_successful
 
@@ -54,7 +58,7 @@ def read_if_ours(path: Path) -> bytes:
 
 def _read(path: Path, *, only_ours: bool) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             beginning = file.read(HEADER_BYTES)
             if only_ours and not is_ours(beginning):
                 return beginning
@@ -63,6 +67,22 @@ def _read(path: Path, *, only_ours: bool) -> bytes:
         raise UnreadableFile(
             f"{path}: {error.strerror}", remedy="name a file that can be read"
         ) from error
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """A regular file, opened for reading. Of a pipe or a device, a read might never return.
+
+    Raises:
+        OSError: there is none, or it may not be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    reason = os.strerror(number) if stat.S_ISDIR(mode) else "no regular file"
+    raise OSError(number, reason, str(path))
 
 
 def is_ours(beginning: bytes) -> bool:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.files import open_regular
 
 
 class Resumed(Struct, frozen=True, kw_only=True, tag="resumed"):
@@ -148,14 +149,24 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
     A last line without its end is left out: it is being written, or its writer was killed.
 
     Raises:
-        JournalDamaged: a whole line says nothing that a journal says.
+        JournalDamaged: a whole line says nothing that a journal says, or it is no file to read.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(_LINE_END):
                 yield _entry(path, number, line)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise JournalDamaged(
+            f"{path} cannot be read: {error.strerror}",
+            remedy="the run itself needs no journal; put back the file, or move this away",
+        ) from error
 
 
 def _entry(path: Path, number: int, line: bytes) -> JournalEntry:

@@ -105,7 +105,7 @@ def remedy_for(refusal: StoreRefusal) -> str:
                 "start over"
             )
         case UnreadableDirectory():
-            return "make the directory readable"
+            return "name a directory that is there and can be read"
         case FileSystemRefused():
             return "set run.directory to a directory that can"
         case DamagedBundleFile():

@@ -122,6 +122,9 @@ def unsafe_name(name: str) -> str | None:
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in name or "\\" in name:
         return f"file name {name!r} is no plain relative path"
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        # So Python shows the bytes of a name that are no UTF-8; no manifest could hold them.
+        return f"file name {name!r} is not UTF-8"
     if name == MANIFEST_FILE:
         return f"{MANIFEST_FILE} is the manifest's own name"
     if parts[0] == SNAPSHOTS_DIRECTORY:

@@ -13,16 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; nothing is changed."""
-    from rich.console import Console
-
     from rollsync.pure.rollout.explain import explain
     from rollsync.shell.run.saved import read_saved
 
     saved = read_saved(args.directory)
-    console = Console()
     for refused in saved.refused:
-        console.print(f"passed over {refused}", highlight=False)
-    console.print(f"from {saved.bundle.path}", highlight=False)
+        print(f"passed over {refused}")
+    print(f"from {saved.bundle.path}")
     for line in explain(saved.plan()):
-        console.print(line, highlight=False)
+        print(line)
     return 0

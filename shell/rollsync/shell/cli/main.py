@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the command's answer is "no", 2 the user can put it right,
 
 import argparse
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,10 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
     `SystemExit`, as argparse does.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        # A file name may have bytes that are no text in the terminal's encoding.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _run(arguments, commands)
     except RollsyncError as error:

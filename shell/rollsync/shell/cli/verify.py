@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
+from rollsync.shell.config import read_config
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.journal import read_journal
+from rollsync.shell.run.saved import CONFIG, JOURNAL
 from rollsync.shell.store import RealFileSystem, RunReport, examine
 
 
@@ -31,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     directory: Path = args.directory
     as_json: bool = args.json
     report = examine(directory, RealFileSystem())
-    if not report.has_anchor and not report.bundles:
+    report = replace(report, problems=(*report.problems, *_problems_beside(directory)))
+    if not (report.has_anchor or report.bundles or report.problems):
         raise NoRunDirectory(
             f"{directory}: no run has saved anything here",
             remedy="name the directory that run.directory names in the run's configuration",
@@ -41,6 +47,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(report)))
     return 0 if report.is_whole else 1
+
+
+def _problems_beside(directory: Path) -> Iterator[str]:
+    """What is wrong with the files that no bundle needs, but people and `rollsync explain` do."""
+    try:
+        if (directory / CONFIG).is_file():
+            read_config(directory / CONFIG)
+        elif os.path.lexists(directory / CONFIG):
+            yield f"{CONFIG} is no regular file"
+    except RollsyncError as error:
+        yield error.message
+    try:
+        for _ in read_journal(directory / JOURNAL):
+            pass
+    except RollsyncError as error:
+        yield error.message
 
 
 def _lines(report: RunReport) -> Iterator[str]:

@@ -6,7 +6,7 @@ run that is saving; neither needs to know the run's configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from msgspec import Struct
@@ -21,12 +21,13 @@ from rollsync.pure.snapshot.places import (
     SEGMENTS_DIRECTORY,
     BundlePlace,
     is_leftover,
+    is_segment,
 )
 from rollsync.pure.snapshot.retention import RetentionPlan
 from rollsync.pure.snapshot.selection import resume_order, why_not_of_run
-from rollsync.shell.store.durable import files_below, names_in, sweep
+from rollsync.shell.store.durable import files_below, names_in, status_of, sweep
 from rollsync.shell.store.errors import StoreError
-from rollsync.shell.store.filesystem import EntryKind, FileSystem
+from rollsync.shell.store.filesystem import EntryKind, FileSystem, reason_of
 from rollsync.shell.store.pruning import carry_out, plan
 from rollsync.shell.store.reader import Listing, RunReader
 from rollsync.shell.store.survey import Survey
@@ -72,7 +73,7 @@ class Collected(Struct, frozen=True, kw_only=True):
 
 
 def examine(root: Path, fs: FileSystem) -> RunReport:
-    """Verify every bundle of a run directory, whatever run it is.
+    """Verify every bundle of a run directory, whatever run it is and whatever lies in it.
 
     Raises:
         StoreError: the directory cannot be listed, or is none.
@@ -81,19 +82,17 @@ def examine(root: Path, fs: FileSystem) -> RunReport:
     listing = _listing(reader, fs)
     survey = Survey(reader)
     bundles = tuple(_report(reader, survey, place) for place in resume_order(listing.places))
-    problems = [f"{path}: {why}" for path, why in listing.unlisted]
-    anchor = reader.anchor()
-    if anchor is not None and not is_successful(anchor):
-        problems.append(anchor.failure().why)
-    elif anchor is None and bundles:
-        problems.append(f"{BOOTSTRAP_DIRECTORY}: the run's anchor is missing")
-    elif anchor is not None:
-        problems.extend(_strangers(reader, listing, anchor.unwrap().fingerprint))
+    found = _Findings(reader, fs, listing)
+    found.look_at_lock()
+    found.look_at_anchor()
+    found.look_for_leftovers()
+    found.look_at_segments(survey)
+    found.look_for_other_files()
     return RunReport(
         bundles=bundles,
-        has_anchor=anchor is not None,
-        problems=tuple(problems),
-        notes=tuple(_notes(reader, fs, survey, listing)),
+        has_anchor=found.has_anchor,
+        problems=tuple(found.problems),
+        notes=tuple(found.notes),
     )
 
 
@@ -136,7 +135,9 @@ def _listing(reader: RunReader, fs: FileSystem) -> Listing:
         fs.list_directory(reader.root)
         return reader.listing()
     except OSError as error:
-        raise StoreError(UnreadableDirectory(directory=str(reader.root), why=str(error))) from error
+        raise StoreError(
+            UnreadableDirectory(directory=str(reader.root), why=reason_of(error))
+        ) from error
 
 
 def _report(reader: RunReader, survey: Survey, place: BundlePlace) -> BundleReport:
@@ -160,33 +161,93 @@ def _report(reader: RunReader, survey: Survey, place: BundlePlace) -> BundleRepo
     )
 
 
-def _strangers(reader: RunReader, listing: Listing, fingerprint: str) -> Iterator[str]:
-    for place in resume_order(listing.places):
-        manifest = reader.manifest(place)
-        if is_successful(manifest):
-            why = why_not_of_run(manifest.unwrap(), fingerprint)
-            if why is not None:
-                yield f"{reader.path(place).relative_to(reader.root)}: {why}"
+class _Findings:
+    """What there is to say of a run directory beside its bundles. What cannot be looked at is a
+    problem itself, and keeps nothing else from being looked at."""
 
+    def __init__(self, reader: RunReader, fs: FileSystem, listing: Listing) -> None:
+        self._reader = reader
+        self._fs = fs
+        self._places = resume_order(listing.places)
+        self.has_anchor = False
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        for path, why in listing.unlisted:
+            self._cannot_list(path, why)
 
-def _notes(reader: RunReader, fs: FileSystem, survey: Survey, listing: Listing) -> Iterator[str]:
-    for path in _leftovers(reader, fs):
-        left = path.relative_to(reader.root)
-        yield f"{left}: left by an interrupted save; the next one removes it"
-    listed = [survey.listed(place, contents=True) for place in listing.places]
-    if all(bundle.segments is not None for bundle in listed):
+    def look_at_lock(self) -> None:
+        """A run can only save where it can take the lock."""
+        status = status_of(self._fs, self._reader.root / LOCK_FILE)
+        if status is not None and status.kind is not EntryKind.FILE:
+            self.problems.append(f"{LOCK_FILE} is no regular file: no run can save here")
+
+    def look_at_anchor(self) -> None:
+        """Whether it is whole, and which bundles are not of its run."""
+        anchor = self._reader.anchor()
+        if anchor is None:
+            if self._places:
+                self.problems.append(f"{BOOTSTRAP_DIRECTORY}: the run's anchor is missing")
+            return
+        self.has_anchor = True
+        if not is_successful(anchor):
+            self.problems.append(anchor.failure().why)
+            return
+        for place in self._places:
+            manifest = self._reader.manifest(place)
+            if is_successful(manifest):
+                why = why_not_of_run(manifest.unwrap(), anchor.unwrap().fingerprint)
+                if why is not None:
+                    self.problems.append(f"{self._shown(self._reader.path(place))}: {why}")
+
+    def look_for_leftovers(self) -> None:
+        """What interrupted saves and removals have left."""
+        for directory in self._reader.directories():
+            for name in filter(is_leftover, self._names(directory)):
+                left = self._shown(directory / name)
+                self.notes.append(f"{left}: left by an interrupted save; the next one removes it")
+
+    def look_at_segments(self, survey: Survey) -> None:
+        """Which of them no bundle needs, if that can be known."""
+        listed = [survey.listed(place, contents=True) for place in self._places]
+        if any(bundle.segments is None for bundle in listed):
+            return
         needed = {name for bundle in listed for name in bundle.segments or ()}
-        for name in reader.segments():
-            if name not in needed:
-                yield f"{SEGMENTS_DIRECTORY}/{name}: no bundle needs it"
-    for place in resume_order(listing.places):
-        manifest = reader.manifest(place)
-        if is_successful(manifest):
-            known = {MANIFEST_FILE, *(file.name for file in manifest.unwrap().files)}
-            for name, _ in files_below(fs, reader.path(place)):
-                if name not in known and name.split("/")[0] != SNAPSHOTS_DIRECTORY:
-                    path = (reader.path(place) / name).relative_to(reader.root)
-                    yield f"{path}: not in the manifest; nobody reads it"
+        for name in self._names(self._reader.segments_path):
+            if is_segment(name) and name not in needed:
+                self.notes.append(f"{SEGMENTS_DIRECTORY}/{name}: no bundle needs it")
+
+    def look_for_other_files(self) -> None:
+        """What lies in a bundle and is not of it."""
+        for place in self._places:
+            manifest = self._reader.manifest(place)
+            if is_successful(manifest):
+                known = {MANIFEST_FILE, *(file.name for file in manifest.unwrap().files)}
+                self._look_for_others(self._reader.path(place), known)
+
+    def _look_for_others(self, directory: Path, known: Collection[str]) -> None:
+        try:
+            for name, _ in files_below(self._fs, directory, but_not=SNAPSHOTS_DIRECTORY):
+                if name not in known:
+                    other = self._shown(directory / name)
+                    self.notes.append(f"{other}: not in the manifest; nobody reads it")
+        except OSError as error:
+            path = directory if error.filename is None else Path(error.filename)
+            self._cannot_list(path, reason_of(error))
+
+    def _names(self, directory: Path) -> tuple[str, ...]:
+        try:
+            return names_in(self._fs, directory)
+        except OSError as error:
+            self._cannot_list(directory, reason_of(error))
+            return ()
+
+    def _cannot_list(self, path: Path, why: str) -> None:
+        problem = f"{self._shown(path)} cannot be listed: {why}"
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def _shown(self, path: Path) -> str:
+        return str(path.relative_to(self._reader.root))
 
 
 def _leftovers(reader: RunReader, fs: FileSystem) -> tuple[Path, ...]:

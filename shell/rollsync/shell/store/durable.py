@@ -149,10 +149,16 @@ def sync_tree(fs: FileSystem, directory: Path) -> None:
 
 
 def files_below(
-    fs: FileSystem, directory: Path, prefix: str = ""
+    fs: FileSystem, directory: Path, prefix: str = "", *, but_not: str | None = None
 ) -> Iterator[tuple[str, EntryKind]]:
-    """Everything in a directory and those in it that is no directory, by relative name."""
+    """Everything in a directory and those in it that is no directory, by relative name.
+
+    Args:
+        but_not: a name directly in the directory that is left out, with all in it.
+    """
     for name, kind in sorted(fs.list_directory(directory).items()):
+        if name == but_not:
+            continue
         if kind is EntryKind.DIRECTORY:
             yield from files_below(fs, directory / name, f"{prefix}{name}/")
         else:

@@ -44,6 +44,11 @@ class FileStatus(Struct, frozen=True, kw_only=True):
     inode: int
 
 
+def reason_of(error: OSError) -> str:
+    """What went wrong, without the path, which stands beside it wherever this is shown."""
+    return error.strerror or str(error)
+
+
 class WritableFile(Protocol):
     """A file that was just created."""
 

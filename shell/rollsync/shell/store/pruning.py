@@ -6,6 +6,7 @@ listed them; what cannot be deleted keeps nothing else from being deleted.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection
 
 from rollsync.pure.config import RetentionConfig
@@ -39,7 +40,7 @@ def plan(
     """
     listing = reader.listing()
     for path, why in listing.unlisted:
-        raise OSError(f"{path} cannot be listed: {why}")
+        raise OSError(errno.EIO, f"cannot be listed ({why}), so nothing can be decided", str(path))
     return plan_retention(
         [survey.listed(place, contents=contents) for place in listing.places],
         limits,

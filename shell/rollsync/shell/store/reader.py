@@ -38,7 +38,7 @@ from rollsync.pure.snapshot.places import (
 from rollsync.pure.snapshot.selection import why_not_of_place
 from rollsync.shell.store.durable import digest_of, measure, names_in, read_file, status_of
 from rollsync.shell.store.errors import StoreError
-from rollsync.shell.store.filesystem import EntryKind, FileSystem
+from rollsync.shell.store.filesystem import EntryKind, FileSystem, reason_of
 
 _LARGEST_BYTES: Final = 64 * 1024 * 1024
 """Of a manifest or an anchor, which are read whole: that of 300,000 files has less."""
@@ -81,9 +81,14 @@ class RunReader:
         """Where the snapshots under an anchor are."""
         return self.anchor_path(step) / SNAPSHOTS_DIRECTORY
 
+    @property
+    def segments_path(self) -> Path:
+        """Where the row segments are."""
+        return self.root / SEGMENTS_DIRECTORY
+
     def segment_path(self, name: str) -> Path:
         """Where a row segment is."""
-        return self.root / SEGMENTS_DIRECTORY / name
+        return self.segments_path / name
 
     def names(self, directory: Path) -> tuple[str, ...]:
         """What is in a directory; nothing when it is not there."""
@@ -107,7 +112,9 @@ class RunReader:
             try:
                 places.extend(self._snapshots(directory, step))
             except OSError as error:
-                unlisted.append((directory, str(error)))
+                # Where a checkpoint itself is no directory, that is said of it, and once is enough.
+                if step == 0 or not self._is_no_directory(self.anchor_path(step)):
+                    unlisted.append((directory, reason_of(error)))
         return Listing(places=tuple(places), unlisted=tuple(unlisted))
 
     def _snapshots(self, directory: Path, step: int) -> Iterator[BundlePlace]:
@@ -121,14 +128,14 @@ class RunReader:
         steps = {0, *(place.step for place in self.listing().places)}
         return (
             self.root,
-            self.root / SEGMENTS_DIRECTORY,
+            self.segments_path,
             self.anchor_path(0),
             *(self.snapshots_path(step) for step in sorted(steps)),
         )
 
     def segments(self) -> tuple[str, ...]:
         """Names of all row segments on disk."""
-        return tuple(filter(is_segment, self.names(self.root / SEGMENTS_DIRECTORY)))
+        return tuple(filter(is_segment, self.names(self.segments_path)))
 
     def anchor(self) -> Result[BootstrapAnchor, Fault] | None:
         """The bootstrap anchor; None when there is none."""
@@ -141,7 +148,8 @@ class RunReader:
                 return Failure(fault)
             data = read_file(self._fs, path)
         except OSError as error:
-            return Failure(Fault(why=f"{path} cannot be read: {error}", is_transient=True))
+            why = f"{path} cannot be read: {reason_of(error)}"
+            return Failure(Fault(why=why, is_transient=True))
         decoded = decode(data, BootstrapAnchor)
         if not is_successful(decoded):
             return Failure(Fault(why=f"{path}: {describe(decoded.failure())}"))
@@ -152,11 +160,14 @@ class RunReader:
         path = self.path(place) / MANIFEST_FILE
         try:
             fault = self._unreadable(path, MANIFEST_FILE)
+            if fault is not None and self._is_no_directory(path.parent):
+                fault = Fault(why="it is no directory")
             if fault is not None:
                 return Failure(fault)
             data = read_file(self._fs, path)
         except OSError as error:
-            return Failure(Fault(why=f"{MANIFEST_FILE} cannot be read: {error}", is_transient=True))
+            unread = f"{MANIFEST_FILE} cannot be read: {reason_of(error)}"
+            return Failure(Fault(why=unread, is_transient=True))
         decoded = decode(data, RolloutSnapshotManifest)
         if not is_successful(decoded):
             return Failure(Fault(why=f"{MANIFEST_FILE}: {describe(decoded.failure())}"))
@@ -215,7 +226,7 @@ class RunReader:
             if contents and measure(self._fs, path, file.name).digest != file.digest:
                 return Fault(why=f"{label} has other content than the manifest says")
         except OSError as error:
-            return Fault(why=f"{label} cannot be read: {error}", is_transient=True)
+            return Fault(why=f"{label} cannot be read: {reason_of(error)}", is_transient=True)
         return None
 
     def _unreadable(self, path: Path, label: str) -> Fault | None:
@@ -224,6 +235,15 @@ class RunReader:
         if fault is None and self._fs.status(path).size_bytes > _LARGEST_BYTES:
             return Fault(why=f"{label} has more than {_LARGEST_BYTES} bytes")
         return fault
+
+    def _is_no_directory(self, path: Path) -> bool:
+        try:
+            self._fs.list_directory(path)
+        except NotADirectoryError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def _no_file(self, path: Path, label: str) -> Fault | None:
         status = status_of(self._fs, path)
@@ -278,7 +298,7 @@ class StoredBundle:
         try:
             data = read_file(self._fs, path)
         except OSError as error:
-            raise StoreError(DamagedBundleFile(path=str(path), why=str(error))) from error
+            raise StoreError(DamagedBundleFile(path=str(path), why=reason_of(error))) from error
         if digest_of(data) != file.digest:
             raise StoreError(DamagedBundleFile(path=str(path), why="it is not what was verified"))
         return data

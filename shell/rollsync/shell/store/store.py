@@ -55,6 +55,7 @@ from rollsync.shell.store.filesystem import (
     Lock,
     RealFileSystem,
     UnsuitableFileSystem,
+    reason_of,
     require_suitable,
 )
 from rollsync.shell.store.pruning import prune
@@ -112,7 +113,7 @@ class SnapshotStore:
             listing = self._reader.listing()
         except OSError as error:
             raise StoreError(
-                UnreadableDirectory(directory=str(self._root), why=str(error))
+                UnreadableDirectory(directory=str(self._root), why=reason_of(error))
             ) from error
         self._check_anchor()
         refused = [RefusedBundle(path=str(path), why=why) for path, why in listing.unlisted]
