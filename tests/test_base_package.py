@@ -32,6 +32,12 @@ def test_nothing_heavy_is_there(base_installation: "Installation") -> None:
         assert f"No module named '{name}'" in done.stderr
 
 
+def test_the_wheel_holds_no_example(base_installation: "Installation") -> None:
+    done = base_installation.run("-c", "import file_engine")
+    assert "No module named 'file_engine'" in done.stderr
+    assert not list(base_installation.site_packages.rglob("file_engine*"))
+
+
 def test_rollsync_is_the_wheel(base_installation: "Installation") -> None:
     done = base_installation.run("-c", "import rollsync.pure; print(rollsync.pure.__file__)")
     assert done.stdout.startswith(str(base_installation.site_packages)), done.stderr

@@ -9,7 +9,7 @@ import ray
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'examples/file_engine'}",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",

@@ -22,8 +22,8 @@ from rollsync.shell.refit.errors import (
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
+from tests.shell.refit.overwriting_engine import OVERWRITING
 from tests.shell.refit.reference import SEED, reference_answer
-from tests.shell.refit.spool_engine import SPOOL
 from tests.shell.refit.tiny_models import TinyPolicy, save_model
 
 PROMPT = [5, 6, 7]
@@ -123,12 +123,12 @@ def test_an_engine_that_joins_late_serves_after_the_next_sync(
 
 
 @pytest.mark.parametrize("sent", [0, 5, WEIGHTS - 1])
-@pytest.mark.parametrize("backend", ["shm", SPOOL])
+@pytest.mark.parametrize("backend", ["shm", OVERWRITING])
 def test_a_stream_that_breaks_poisons_the_engine_until_a_whole_one_came(
     actors: Actors, tmp_path: Path, backend: str, sent: int
 ) -> None:
     generation = GenerationGroup([actors.early])
-    options = {"folder": str(tmp_path)} if backend == SPOOL else {}
+    options = {"folder": str(tmp_path)} if backend == OVERWRITING else {}
     sync = synchronizer(actors.policy, generation, backend, **options)
     sync.sync_weights()
     assert isinstance(ray.get(actors.early.refit_state.remote()), Serving)

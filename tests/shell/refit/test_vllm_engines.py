@@ -13,7 +13,7 @@ from rollsync.pure.refit.lifecycle import Poisoned, Serving
 from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 from rollsync.shell.refit.worker_group import GenerationGroup
-from tests.shell.refit.spool_engine import SPOOL
+from tests.shell.refit.overwriting_engine import OVERWRITING
 from tests.shell.refit.tiny_models import TinyPolicy, save_model
 from tests.shell.refit.vllm_engines import (
     GREEDY,
@@ -93,7 +93,7 @@ def test_the_same_weights_give_the_same_logits_whatever_way_they_came(
     assert ask(actors.generation) == once
     many.shutdown()
     # Every weight alone, and overwritten as soon as the next one is asked for.
-    alone = synchronizer(actors.policy, actors.generation, SPOOL, folder=str(tmp_path))
+    alone = synchronizer(actors.policy, actors.generation, OVERWRITING, folder=str(tmp_path))
     assert alone.sync_weights().buckets > 20
     assert ask(actors.generation) == once
     alone.shutdown()
