@@ -6,6 +6,7 @@ from typing import Final
 
 from rollsync.pure.refit import control
 from rollsync.pure.refit.layout import Box, Part
+from rollsync.pure.refit.load_plan import Region
 
 LARGEST: Final = 2**63 - 1
 
@@ -83,6 +84,39 @@ SAMPLES: Final = {
     "released": control.ControlMessage(
         body=control.BucketReleased(bucket=LARGEST, released_bytes=1)
     ),
+    "probe": control.ControlMessage(
+        body=control.ProbeOffered(agent=None, address=2**47 - 1, contents=b"\x00\xff")
+    ),
+    "destinations-offered": control.ControlMessage(body=control.DestinationsOffered(digest="c2")),
+    "destinations-requested": control.ControlMessage(body=control.DestinationsRequested()),
+    "destinations-reported": control.ControlMessage(
+        body=control.DestinationsReported(
+            destinations=(
+                control.Destination(
+                    name="größe",
+                    shape=(2, 3),
+                    dtype="bfloat16",
+                    regions=(Region(0, 12), Region(2, 2, 2, 6)),
+                ),
+                control.Destination(name="elsewhere", shape=(), dtype="int64", regions=()),
+            )
+        )
+    ),
+    "offered": control.ControlMessage(
+        body=control.TensorsOffered(
+            offer=1,
+            agent=b"\x00\xff",
+            memory="DRAM",
+            device=0,
+            tensors=(
+                control.OfferedTensor(
+                    name="a.weight", address=2**47 - 1, size_bytes=12, checksum="0123456789abcdef"
+                ),
+                control.OfferedTensor(name="вес", address=0, size_bytes=0, checksum=None),
+            ),
+        )
+    ),
+    "taken": control.ControlMessage(body=control.TensorsTaken(offer=LARGEST)),
     "ended": control.ControlMessage(
         body=control.StreamEnded(buckets=1, tensors=2, payload_bytes=LARGEST, digest="ab")
     ),

@@ -7,6 +7,11 @@ of them (`LayoutRequested`, `LayoutReported`, where the sender does not know it 
 says how the stream comes (`StreamBegins`). Then it announces bucket after bucket, each of which the
 receiver releases when it needs it no more; `StreamEnded` says what the whole stream was, and
 `Failed` may come from either end at any time and is the last message.
+
+Where both ends read directly, a second connection carries what the receiver reads straight into its
+parameters: the sender offers a probe (`ProbeOffered`), the receiver says what it will read
+(`DestinationsOffered`, and to a sender that does not know them `DestinationsReported`), and then
+offers of tensors (`TensorsOffered`) are answered when they are read (`TensorsTaken`).
 """
 
 from __future__ import annotations
@@ -16,6 +21,10 @@ from typing import Literal
 from msgspec import Struct
 
 from rollsync.pure.refit.layout import Part
+from rollsync.pure.refit.load_plan import Region
+
+MemoryKind = Literal["DRAM", "VRAM"]
+"""Of the host or of a device."""
 
 
 class Challenge(Struct, frozen=True, kw_only=True, tag="challenge"):
@@ -53,7 +62,7 @@ class MemoryOffered(Struct, frozen=True, kw_only=True, tag="memory_offered"):
 
     agent: bytes
     """The metadata of the sender's NIXL agent: opaque here, and given to NIXL as it is."""
-    memory: Literal["DRAM", "VRAM"]
+    memory: MemoryKind
     device: int
     """Index of the device that has the buffers; 0 for the host's memory."""
     addresses: tuple[int, ...]
@@ -150,6 +159,70 @@ class BucketReleased(Struct, frozen=True, kw_only=True, tag="bucket_released"):
     """That byte: nothing of the bucket is kept before it, and nothing of the buckets before."""
 
 
+class ProbeOffered(Struct, frozen=True, kw_only=True, tag="probe_offered"):
+    """Some bytes of the sender's: a receiver that can read them can read its tensors."""
+
+    agent: bytes | None
+    """The metadata of the sender's NIXL agent; None when memory is read without NIXL."""
+    address: int
+    contents: bytes
+
+
+class Destination(Struct, frozen=True, kw_only=True, gc=False):
+    """A tensor of which a receiver reads parts straight into its parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    regions: tuple[Region, ...]
+    """Those parts of its contents in row-major order, in the order in which they are hashed."""
+
+
+class DestinationsOffered(Struct, frozen=True, kw_only=True, tag="destinations_offered"):
+    """What the receiver reads itself in this stream."""
+
+    digest: str | None
+    """`direct.destinations_digest` of what it would report; None when it reads nothing."""
+
+
+class DestinationsRequested(Struct, frozen=True, kw_only=True, tag="destinations_requested"):
+    """The sender does not know the destinations of that digest."""
+
+
+class DestinationsReported(Struct, frozen=True, kw_only=True, tag="destinations_reported"):
+    """What the receiver reads itself."""
+
+    destinations: tuple[Destination, ...]
+
+
+class OfferedTensor(Struct, frozen=True, kw_only=True, gc=False):
+    """A tensor that lies ready in the sender's memory, in row-major order."""
+
+    name: str
+    address: int
+    size_bytes: int
+    checksum: str | None
+    """XXH3, 64 bits, hexadecimal, of the regions of its destination; None without checksums."""
+
+
+class TensorsOffered(Struct, frozen=True, kw_only=True, tag="tensors_offered"):
+    """Tensors that stay as they are until they are taken."""
+
+    offer: int
+    """Index in the stream, from 0."""
+    agent: bytes | None
+    """The metadata of the sender's NIXL agent, if there is more in it than was sent before."""
+    memory: MemoryKind
+    device: int
+    tensors: tuple[OfferedTensor, ...]
+
+
+class TensorsTaken(Struct, frozen=True, kw_only=True, tag="tensors_taken"):
+    """The receiver has read every tensor of an offer."""
+
+    offer: int
+
+
 class StreamEnded(Struct, frozen=True, kw_only=True, tag="stream_ended"):
     """There are no further buckets."""
 
@@ -187,6 +260,12 @@ ControlBody = (
     | StreamBegins
     | BucketFilled
     | BucketReleased
+    | ProbeOffered
+    | DestinationsOffered
+    | DestinationsRequested
+    | DestinationsReported
+    | TensorsOffered
+    | TensorsTaken
     | StreamEnded
     | StreamAccepted
     | Failed

@@ -1,7 +1,7 @@
 """`refit.control`: one message between the two ends of a weight stream.
 
 The domain structs have the shape of the wire structs, so they are written as they are, but for the
-parts of a layout.
+parts of a layout and the regions of a destination.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, assert_never
 from returns.result import Result, Success
 
 from rollsync.codecs.kind import Refusal, first, kind
-from rollsync.codecs.refit.control import v1, v2
+from rollsync.codecs.refit.control import direct, v1, v2
 from rollsync.pure.refit import control
 from rollsync.pure.refit.layout import Box, Part
 
@@ -19,12 +19,16 @@ from rollsync.pure.refit.layout import Box, Part
 def to_wire(message: control.ControlMessage) -> control.ControlMessage | v2.ControlMessage:
     """The message, or its wire struct where that has another shape."""
     body = message.body
-    if not isinstance(body, control.LayoutReported):
-        return message
-    parts = tuple(
-        v2.Part(name=part.name, starts=part.box.starts, sizes=part.box.sizes) for part in body.parts
-    )
-    return v2.ControlMessage(body=v2.LayoutReported(parts=parts))
+    if isinstance(body, control.LayoutReported):
+        parts = tuple(
+            v2.Part(name=part.name, starts=part.box.starts, sizes=part.box.sizes)
+            for part in body.parts
+        )
+        return v2.ControlMessage(body=v2.LayoutReported(parts=parts))
+    if isinstance(body, control.DestinationsReported):
+        reported = tuple(direct.destination_to_wire(each) for each in body.destinations)
+        return v2.ControlMessage(body=v2.DestinationsReported(destinations=reported))
+    return message
 
 
 def from_wire(wire: v2.ControlMessage) -> Result[control.ControlMessage, Refusal]:
@@ -58,6 +62,15 @@ def _body(wire: v2.ControlBody) -> control.ControlBody:
             return control.Failed(
                 rank=wire.rank, stage=wire.stage, tensor=wire.tensor, message=wire.message
             )
+        case (
+            v2.ProbeOffered()
+            | v2.DestinationsOffered()
+            | v2.DestinationsRequested()
+            | v2.DestinationsReported()
+            | v2.TensorsOffered()
+            | v2.TensorsTaken()
+        ):
+            return direct.body_from_wire(wire)
         case _:
             return _before_the_buckets(wire)
 

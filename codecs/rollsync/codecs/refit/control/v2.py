@@ -1,9 +1,9 @@
-"""Version 2 of a control message: tied weights are named, plans compared, layouts reported,
-and buckets come and go in parts."""
+"""Version 2 of a control message: tied weights are named, plans compared, layouts reported, tensors
+read directly, and buckets come and go in parts."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 from rollsync.codecs.canonical import Natural, Wire
 from rollsync.codecs.refit.control import v1
@@ -82,6 +82,73 @@ class BucketReleased(Wire, frozen=True, kw_only=True, tag="bucket_released"):
     released_bytes: Natural
 
 
+class ProbeOffered(Wire, frozen=True, kw_only=True, tag="probe_offered"):
+    """Bytes to try to read."""
+
+    agent: bytes | None
+    address: Natural
+    contents: bytes
+
+
+class DestinationsOffered(Wire, frozen=True, kw_only=True, tag="destinations_offered"):
+    """What the receiver reads itself, by digest."""
+
+    digest: str | None
+
+
+class DestinationsRequested(Wire, frozen=True, kw_only=True, tag="destinations_requested"):
+    """The sender asks for them."""
+
+
+class Region(Wire, frozen=True, kw_only=True):
+    """Equally long runs of bytes at equal distances."""
+
+    offset: Natural
+    run_bytes: Natural
+    runs: Natural
+    stride_bytes: Natural
+
+
+class Destination(Wire, frozen=True, kw_only=True):
+    """Parts of one tensor."""
+
+    name: str
+    shape: tuple[Natural, ...]
+    dtype: str
+    regions: tuple[Region, ...]
+
+
+class DestinationsReported(Wire, frozen=True, kw_only=True, tag="destinations_reported"):
+    """What the receiver reads itself."""
+
+    destinations: tuple[Destination, ...]
+
+
+class OfferedTensor(Wire, frozen=True, kw_only=True):
+    """A tensor in the sender's memory."""
+
+    name: str
+    address: Natural
+    size_bytes: Natural
+    checksum: str | None
+
+
+class TensorsOffered(Wire, frozen=True, kw_only=True, tag="tensors_offered"):
+    """Tensors may be read."""
+
+    offer: Natural
+    agent: bytes | None
+    memory: Literal["DRAM", "VRAM"]
+    device: Natural
+    tensors: tuple[OfferedTensor, ...]
+
+
+class TensorsTaken(Wire, frozen=True, kw_only=True, tag="tensors_taken"):
+    """They have been read."""
+
+    offer: Natural
+
+
 ControlBody = (
     v1.Challenge
     | v1.Hello
@@ -95,6 +162,12 @@ ControlBody = (
     | StreamBegins
     | BucketFilled
     | BucketReleased
+    | ProbeOffered
+    | DestinationsOffered
+    | DestinationsRequested
+    | DestinationsReported
+    | TensorsOffered
+    | TensorsTaken
     | v1.StreamEnded
     | v1.StreamAccepted
     | v1.Failed
