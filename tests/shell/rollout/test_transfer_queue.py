@@ -1,62 +1,213 @@
-"""TransferQueue as the data plane: it conforms, and a whole save and resume goes over it."""
+"""TransferQueue as the data plane: it conforms, a whole save and resume goes over it, and what goes
+wrong in it is an error in time."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import ray
 import torch
 import transfer_queue
+from tensordict import NonTensorStack, TensorDict
 
+from rollsync.pure.config import TransferQueuePlaneConfig
+from rollsync.shell.cluster import cluster_nodes
+from rollsync.shell.rollout.data_plane import StoredRow, queue_service
 from rollsync.shell.rollout.data_plane.conformance import CONFORMANCE_CHECKS
+from rollsync.shell.rollout.data_plane.queue_service import running_queue
 from rollsync.shell.rollout.data_plane.transfer_queue import TransferQueueDataPlane
 from rollsync.shell.rollout.errors import DataPlaneError
 from tests.shell.rollout.world import PARTITION, World, assert_same_rows, row_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+CPUS = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def queue() -> Iterator[None]:
-    # Its controller and two storage actors each want a core of their own, counted, not used.
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    transfer_queue.init()
+@pytest.fixture(scope="class")
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
     yield
-    transfer_queue.close()
     ray.shutdown()
 
 
-@pytest.mark.asyncio
-async def test_it_conforms() -> None:
-    for check in CONFORMANCE_CHECKS:
-        await check(TransferQueueDataPlane())
-    assert await TransferQueueDataPlane().list_rows("unrelated") == {}
+@pytest.fixture(scope="class", params=["simple", "ray"])
+def queue(local_ray: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    storage: Literal["simple", "ray"] = request.param
+    with running_queue(TransferQueuePlaneConfig(storage=storage)):
+        yield
 
 
-@pytest.mark.asyncio
-async def test_a_save_and_a_resume_over_it(tmp_path: Path) -> None:
-    """The resuming process finds the rows that the one before has left, and starts from its own."""
-    world = World(tmp_path, plane=TransferQueueDataPlane())
-    await world.ready(0, 1)
-    await world.admit(2, 3)
-    await world.seal("e0p2", 0)
-    await world.buffer.clear_retired()
-    assert (await world.snapshotter.save_rollout_snapshot()).saved
-    await world.finish("e0p2")
-    after = World(tmp_path, plane=TransferQueueDataPlane())
-    assert await after.restore() is not None
-    owned = ("e0p0/0", "e0p0/1", "e0p1/0", "e0p1/1", "e0p2/0/attempt-0")
-    assert_same_rows(await after.rows(), {key: row_of(key) for key in owned})
-    await after.plane.clear(PARTITION, owned)
-    assert await TransferQueueDataPlane().list_rows(PARTITION) == {}
+@pytest.mark.usefixtures("queue")
+class TestRunning:
+    """What works, over each kind of storage."""
+
+    @pytest.mark.asyncio
+    async def test_it_conforms(self) -> None:
+        for check in CONFORMANCE_CHECKS:
+            await check(TransferQueueDataPlane())
+        assert await TransferQueueDataPlane().list_rows("unrelated") == {}
+
+    @pytest.mark.asyncio
+    async def test_a_save_and_a_resume_over_it(self, tmp_path: Path) -> None:
+        """The resuming process finds the rows that the one before has left, and starts from its
+        own."""
+        world = World(tmp_path, plane=TransferQueueDataPlane())
+        await world.ready(0, 1)
+        await world.admit(2, 3)
+        await world.seal("e0p2", 0)
+        await world.buffer.clear_retired()
+        assert (await world.snapshotter.save_rollout_snapshot()).saved
+        await world.finish("e0p2")
+        after = World(tmp_path, plane=TransferQueueDataPlane())
+        assert await after.restore() is not None
+        owned = ("e0p0/0", "e0p0/1", "e0p1/0", "e0p1/1", "e0p2/0/attempt-0")
+        assert_same_rows(await after.rows(), {key: row_of(key) for key in owned})
+        await after.plane.clear(PARTITION, owned)
+        assert await TransferQueueDataPlane().list_rows(PARTITION) == {}
+
+    @pytest.mark.asyncio
+    async def test_a_restore_that_died_half_way_is_done_again(self, tmp_path: Path) -> None:
+        """The queue's own load is not undone when it fails; here the next one starts over."""
+        world = World(tmp_path, plane=TransferQueueDataPlane())
+        await world.ready(0, 1)
+        await world.buffer.clear_retired()
+        assert (await world.snapshotter.save_rollout_snapshot()).saved
+        owned = ("e0p0/0", "e0p0/1", "e0p1/0", "e0p1/1")
+        half = TransferQueueDataPlane()
+        await half.clear(PARTITION, await half.list_rows(PARTITION))
+        await half.put(PARTITION, {"e0p0/0": row_of("e0p0/0"), "left": row_of("left")})
+        again = World(tmp_path, plane=TransferQueueDataPlane())
+        assert await again.restore() is not None
+        assert_same_rows(await again.rows(), {key: row_of(key) for key in owned})
+        await again.plane.clear(PARTITION, owned)
+
+    @pytest.mark.asyncio
+    async def test_a_row_that_is_gone_is_a_data_plane_error(self) -> None:
+        plane = TransferQueueDataPlane()
+        await plane.put("gone", {"a": {"x": torch.tensor([1])}})
+        await transfer_queue.async_kv_clear(["a"], "gone")
+        with pytest.raises(DataPlaneError, match="TransferQueue failed"):
+            await plane.get("gone", ["a"])
+
+    @pytest.mark.asyncio
+    async def test_what_another_process_writes_is_noticed(self) -> None:
+        """The queue takes any number of writers; a row of this run that another replaces would be
+        saved and trained as its own."""
+        mine, other = TransferQueueDataPlane(), TransferQueueDataPlane()
+        row = {"x": torch.tensor([1])}
+        await mine.put("shared", {"a": row, "b": row})
+        pinned = mine.pin("shared")
+        await other.put("shared", {"a": row})
+        await transfer_queue.async_kv_batch_put(
+            keys=["b"],
+            partition_id="shared",
+            fields=TensorDict({"rollsync_row": NonTensorStack(b"of no run")}, batch_size=[1]),
+        )
+        for key in ("a", "b"):
+            with pytest.raises(DataPlaneError, match=f"row {key} is not as this run has written"):
+                await mine.get("shared", [key])
+            with pytest.raises(DataPlaneError, match=f"row {key} is not as this run has written"):
+                await pinned.get([key])
+        pinned.release()
+        with pytest.raises(DataPlaneError, match="row a is not as this run has written"):
+            await mine.list_rows("shared")
+
+    @pytest.mark.asyncio
+    async def test_a_write_that_was_given_up_and_comes_through_is_noticed(self) -> None:
+        """A put that misses its deadline may still arrive; nobody may take it for the old row."""
+        plane = TransferQueueDataPlane()
+        await plane.put("late", {"a": {"x": torch.tensor([1])}})
+        giving_up = asyncio.ensure_future(plane.put("late", {"a": {"x": torch.tensor([2])}}))
+        pinned = None
+        while pinned is None:
+            await asyncio.sleep(0)
+            giving_up.cancel()
+            if giving_up.done():
+                pinned = plane.pin("late")
+        await asyncio.sleep(0.2)
+        found = await asyncio.gather(pinned.get(["a"]), return_exceptions=True)
+        pinned.release()
+        assert [_what_came(each) for each in found] in (["the old row"], ["refused"])
+
+    def test_a_second_run_on_the_cluster_is_refused(self) -> None:
+        """It would be attached to this one's queue, and lose it with this one."""
+        config = TransferQueuePlaneConfig(deadline_s=0.3)
+        with (
+            pytest.raises(DataPlaneError, match="already has a TransferQueue"),
+            running_queue(config),
+        ):
+            pass
 
 
-@pytest.mark.asyncio
-async def test_its_errors_are_data_plane_errors() -> None:
-    plane = TransferQueueDataPlane()
-    await plane.put("errors", {"a": {"x": torch.tensor([1])}})
-    await transfer_queue.async_kv_clear(["a"], "errors")
-    with pytest.raises(DataPlaneError, match="TransferQueue failed"):
-        await plane.get("errors", ["a"])
+async def _get_until_refused(plane: TransferQueueDataPlane) -> None:
+    """An actor that is killed takes a moment to die."""
+    for _ in range(200):
+        await plane.get("dies", ["a"])
+        await asyncio.sleep(0.1)
+
+
+def _what_came(found: dict[str, StoredRow] | BaseException) -> str:
+    if isinstance(found, DataPlaneError):
+        return "refused" if "not as this run has written it" in str(found) else str(found)
+    if isinstance(found, BaseException):
+        return repr(found)
+    return {1: "the old row", 2: "the new row"}[int(found["a"].fields["x"].item())]
+
+
+@pytest.mark.usefixtures("local_ray")
+class TestFailing:
+    """What makes TransferQueue wait without end."""
+
+    def test_too_few_cpus_are_named_before_the_start(self) -> None:
+        with (
+            pytest.raises(DataPlaneError, match=r"needs 5 free CPUs.*4 of 4 CPU free"),
+            running_queue(TransferQueuePlaneConfig(storage_units=CPUS, deadline_s=0.3)),
+        ):
+            pass
+
+    def test_cpus_that_become_free_are_waited_for(self) -> None:
+        hog = ray.remote(num_cpus=CPUS)(lambda: time.sleep(3)).remote()
+        with running_queue(TransferQueuePlaneConfig(storage_units=1)):
+            assert sum(node.available.get("CPU", 0.0) for node in cluster_nodes()) == CPUS - 2
+        ray.get(hog)
+
+    @pytest.mark.parametrize("actor", ["storage units", "controller"])
+    def test_a_queue_whose_actor_dies_answers_with_an_error(self, actor: str) -> None:
+        async def use() -> None:
+            plane = TransferQueueDataPlane(deadline_s=2)
+            row = {"x": torch.tensor([1])}
+            await plane.put("dies", {"a": row})
+            if actor == "controller":
+                ray.kill(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+            else:
+                for unit in range(2):
+                    ray.kill(ray.get_actor(f"TransferQueueStorageUnit#{unit}"))
+            began_s = time.monotonic()
+            with pytest.raises(DataPlaneError, match="TransferQueue"):
+                await _get_until_refused(plane)
+            with pytest.raises(DataPlaneError, match="TransferQueue"):
+                await plane.put("dies", {"a": row})
+            assert time.monotonic() - began_s < 30, "the queue itself waits for minutes"
+
+        with running_queue(TransferQueuePlaneConfig()):
+            asyncio.run(use())
+
+
+@pytest.mark.usefixtures("local_ray")
+class TestHanging:
+    """In a Ray of its own, which the start that hangs is part of."""
+
+    def test_a_start_that_hangs_ends_at_the_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another job may take the CPUs between the look and the start."""
+        monkeypatch.setattr(queue_service, "missing_for_queue", lambda plane, nodes: ())
+        config = TransferQueuePlaneConfig(storage_units=CPUS, deadline_s=8)
+        with (
+            pytest.raises(DataPlaneError, match="has not started within 8 s"),
+            running_queue(config),
+        ):
+            pass

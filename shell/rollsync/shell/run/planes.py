@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,9 @@ def running_plane(config: DataPlaneConfig) -> Iterator[DataPlane]:
     if isinstance(config, InProcessPlaneConfig):
         yield InProcessDataPlane()
         return
-    # An optional package, which takes seconds to import.
+    # Rows come as bytes, with which several threads are of no use; else it warns at every call.
+    os.environ.setdefault("TQ_NUM_THREADS", "1")
+    # An optional package, which takes seconds to import, and reads this then.
     from rollsync.shell.rollout.data_plane.queue_service import running_queue
     from rollsync.shell.rollout.data_plane.transfer_queue import TransferQueueDataPlane
 

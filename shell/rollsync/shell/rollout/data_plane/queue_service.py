@@ -83,12 +83,12 @@ def _wait_for_the_cpus(config: TransferQueuePlaneConfig) -> None:
 
 def _start(config: TransferQueuePlaneConfig) -> None:
     """Its start takes no deadline, so it gets a thread that is left behind if need be."""
-    failed: list[Exception] = []
+    failed: list[BaseException] = []
 
     def start() -> None:
         try:
             transfer_queue.init(OmegaConf.create(_settings(config)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # The latter when Ray ends meanwhile.
             failed.append(error)
 
     thread = threading.Thread(target=start, name="TransferQueue's start", daemon=True)
