@@ -132,6 +132,11 @@ class SimulatedFileSystem:
         self._do(Operation(Verb.CREATE, str(path)))
         return _SimulatedFile(self, str(path), self.disk.file(str(path)))
 
+    def append(self, path: Path) -> WritableFile:
+        if path.name not in self.disk.directory(str(path.parent)).names:
+            return self.create(path)
+        return _SimulatedFile(self, str(path), self.disk.file(str(path)))
+
     def write(self, path: str, data: bytes) -> int:
         operation = Operation(Verb.WRITE, path, data)
         index = len(self.operations)

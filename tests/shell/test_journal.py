@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollsync.shell.journal import (
@@ -11,14 +13,17 @@ from rollsync.shell.journal import (
     Journal,
     JournalDamaged,
     JournalEntry,
+    JournalLine,
     PromptDropped,
     Resumed,
     Saved,
     StepClaimed,
     StepTrained,
     WeightsSynced,
+    entries_of,
     read_journal,
 )
+from tests.crash.operations import Operation, SimulatedFileSystem, Verb, no_fault
 
 EVERY_KIND: tuple[JournalEntry, ...] = (
     Resumed(train_steps=2, source="step_000002", plan=("a",), refused=("b: torn",)),
@@ -29,6 +34,8 @@ EVERY_KIND: tuple[JournalEntry, ...] = (
     Saved(what="rollout_snapshot", saved=True, reason="completed", train_steps=3, pause_ms=0.1),
     Finished(train_steps=3, why="all steps are trained"),
 )
+
+SAVED = EVERY_KIND[5]
 
 
 def written(path: Path, *entries: JournalEntry) -> None:
@@ -67,23 +74,54 @@ def test_a_journal_cut_anywhere_keeps_its_whole_lines_and_goes_on(tmp_path: Path
         path.write_bytes(content[:cut])
         whole = EVERY_KIND[: content[:cut].count(b"\n")]
         assert tuple(read_journal(path)) == whole
-        written(path, EVERY_KIND[0])
-        assert tuple(read_journal(path)) == (*whole, EVERY_KIND[0])
+        if content[cut : cut + 1] == b"\n":  # The next process ends the line.
+            whole = EVERY_KIND[: len(whole) + 1]
+        written(path, *EVERY_KIND)
+        assert tuple(read_journal(path)) == (*whole, *EVERY_KIND)
 
 
-def test_a_half_line_longer_than_is_read_at_once_is_taken_back(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    long = Resumed(train_steps=0, source=None, plan=("x" * 200_000,))
-    written(path, EVERY_KIND[1], long)
-    path.write_bytes(path.read_bytes()[:-1])
-    written(path, EVERY_KIND[2])
-    assert tuple(read_journal(path)) == EVERY_KIND[1:3]
-
-
-@pytest.mark.parametrize("line", [b"\n", b"no json\n", b"{}\n", b"\0\0\0\n"])
+@pytest.mark.parametrize("line", [b" \n", b"no json\n", b"{}\n", b"\0\0\0\n"])
 def test_a_whole_line_that_is_none_of_a_journal_is_named(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "journal.jsonl"
-    written(path, *EVERY_KIND[:2])
+    """Two saves have come after it, so that a power failure cannot have made it."""
+    written(path := tmp_path / "journal.jsonl", *EVERY_KIND[:2])
     path.write_bytes(path.read_bytes() + line)
+    assert tuple(read_journal(path)) == EVERY_KIND[:2]
+    lines = [msgspec.json.encode(JournalLine(at_s=0.0, entry=SAVED)) + b"\n"] * 2
+    path.write_bytes(path.read_bytes() + lines[0])
+    assert tuple(read_journal(path)) == (*EVERY_KIND[:2], SAVED)
+    path.write_bytes(path.read_bytes() + lines[1])
     with pytest.raises(JournalDamaged, match=r"journal\.jsonl, line 3"):
         list(read_journal(path))
+
+
+def test_a_full_disk_stops_nobody_and_costs_only_the_lines_that_did_not_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = SimulatedFileSystem()
+    files.make_directory(Path("/run"))
+    told: list[JournalEntry] = []
+    journal = Journal(Path("/run/journal.jsonl"), files)
+    journal.listen(told.append)
+    room = [10]
+
+    def full(_: int, operation: Operation) -> OSError | int | None:
+        if operation.verb is Verb.SYNC_FILE:
+            return OSError(28, "No space left on device")
+        if operation.verb is not Verb.WRITE:
+            return None
+        if not room:
+            return OSError(28, "No space left on device")
+        return room.pop()
+
+    journal.write(EVERY_KIND[0])
+    files.fault = full
+    journal.write(EVERY_KIND[1])
+    journal.write(EVERY_KIND[2])
+    journal.sync()
+    files.fault = no_fault
+    journal.write(EVERY_KIND[3])
+    assert told == list(EVERY_KIND[:4])
+    lines = io.BytesIO(b"".join(files.read(Path("/run/journal.jsonl"))))
+    assert list(entries_of(lines, source="j")) == [EVERY_KIND[0], EVERY_KIND[3]]
+    assert caplog.text.count("lacks a line") == 2
+    assert "may lack lines after a power failure" in caplog.text

@@ -1,25 +1,31 @@
-"""The run's journal: one JSON line for each thing that happened, flushed as it happens.
+"""The run's journal: one JSON line for each thing that happened, written as it happens.
 
 It is evidence, not state: a resume never reads it. The account of a finished run compares it with
-the state on disk, two records made by different code.
+the state on disk, two records made by different code. Rules kept here:
 
-Rule kept here: a line is written after what it reports has happened, and stays as it was written;
-only half a line, which a killed process leaves, is taken back by the next.
+1. A line is written after what it reports has happened, and stays as it was written.
+2. What a save holds is in the journal, durably, before the save has its name (`Journal.sync`): so
+   the account closes after a power failure too. Lines after the newest save may then be lost, torn
+   or garbage; a reader passes over them.
+3. A journal that cannot be written (a full disk) is told of in the log, and stops neither the run
+   nor its saves.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
 import msgspec
 from msgspec import Struct
 
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.files import open_regular
+from rollsync.shell.store.durable import DurableDirectories, status_of
+from rollsync.shell.store.filesystem import FileSystem, RealFileSystem, WritableFile
 
 
 class Resumed(Struct, frozen=True, kw_only=True, tag="resumed"):
@@ -105,8 +111,10 @@ JournalListener = Callable[[JournalEntry], None]
 _decoder = msgspec.json.Decoder(JournalLine)
 
 _LINE_END = b"\n"
-_TAIL_BYTES = 65536
-"""How much is read at a time to find the last whole line."""
+_SAVES_AFTER_WHICH_LINES_ARE_DURABLE = 2
+"""Of one process. Before the second was published, everything before the first's line was synced;
+before the first, only what was written when it began."""
+_logger = logging.getLogger(__name__)
 
 
 class JournalDamaged(RollsyncError):
@@ -118,13 +126,18 @@ class Journal:
 
     Args:
         path: the file; made if missing, appended to if not.
+        fs: where it is; default: the machine's own.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = path.open("a+b")
-        _remove_half_line(self._file)
+    def __init__(self, path: Path, fs: FileSystem | None = None) -> None:
+        self._path = path
+        self._fs: FileSystem = RealFileSystem() if fs is None else fs
         self._listeners: list[JournalListener] = []
+        DurableDirectories(self._fs).make(path.parent)
+        before = status_of(self._fs, path)
+        self._file: WritableFile = self._fs.append(path)
+        # A killed process may have left half a line, which is to stay one by itself.
+        self._begun = before is not None and before.size_bytes > 0
 
     def listen(self, listener: JournalListener) -> None:
         """Have `listener` told of every later entry."""
@@ -133,62 +146,81 @@ class Journal:
     def write(self, entry: JournalEntry) -> None:
         """Append one line."""
         line = JournalLine(at_s=time.time(), entry=entry)
-        self._file.write(msgspec.json.encode(line) + _LINE_END)
-        self._file.flush()
+        data = msgspec.json.encode(line) + _LINE_END
+        left = memoryview(_LINE_END + data if self._begun else data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            self._begun = False
+        except OSError as error:
+            self._begun = True
+            _logger.warning("%s lacks a line: %s", self._path, error)
         for listener in self._listeners:
             listener(entry)
 
+    def sync(self) -> None:
+        """Make all lines durable, as far as the disk does."""
+        try:
+            self._file.sync()
+        except OSError as error:
+            _logger.warning("%s may lack lines after a power failure: %s", self._path, error)
+
     def close(self) -> None:
-        """Close the file."""
+        """Make all lines durable and close the file."""
+        self.sync()
         self._file.close()
 
 
 def read_journal(path: Path) -> Iterator[JournalEntry]:
     """The entries of a journal, oldest first; none if there is no such file.
 
-    A last line without its end is left out: it is being written, or its writer was killed.
+    A last line without its end is left out: it is being written, or its writer was killed. So is
+    what a power failure has made of lines after a save.
 
     Raises:
-        JournalDamaged: a whole line says nothing that a journal says, or it is no file to read.
+        JournalDamaged: a line that was durable says nothing that a journal says, or the path is no
+            file to read.
     """
     if not os.path.lexists(path):
         return
-    with _opened(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(_LINE_END):
-                yield _entry(path, number, line)
-
-
-def _opened(path: Path) -> IO[bytes]:
     try:
-        return open_regular(path)
+        file = open_regular(path)
     except OSError as error:
         raise JournalDamaged(
             f"{path} cannot be read: {error.strerror}",
             remedy="the run itself needs no journal; put back the file, or move this away",
         ) from error
+    with file:
+        yield from entries_of(file, source=str(path))
 
 
-def _entry(path: Path, number: int, line: bytes) -> JournalEntry:
-    try:
-        return _decoder.decode(line).entry
-    except msgspec.MsgspecError as error:
-        raise JournalDamaged(
-            f"{path}, line {number}: {error}",
-            remedy="the run itself needs no journal; to account for it, mend or remove the line",
-        ) from error
+def entries_of(lines: Iterable[bytes], *, source: str) -> Iterator[JournalEntry]:
+    """The entries of a journal's lines, each with its end; `source` names it in errors. Raises as
+    `read_journal` does."""
+    unread: JournalDamaged | None = None
+    saves_since = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(_LINE_END):
+            return
+        if line == _LINE_END:
+            continue
+        try:
+            entry = _decoder.decode(line).entry
+        except msgspec.MsgspecError as error:
+            if unread is None:
+                unread, saves_since = _damaged(source, number, error), 0
+            continue
+        if isinstance(entry, Resumed):
+            unread = None  # The process before ended there, perhaps with the power.
+        elif isinstance(entry, Saved) and entry.saved:
+            saves_since += 1
+        if unread is not None and saves_since == _SAVES_AFTER_WHICH_LINES_ARE_DURABLE:
+            raise unread
+        yield entry
 
 
-def _remove_half_line(file: IO[bytes]) -> None:
-    """Cut off what a killed process had begun to write, so that every line stays a whole one."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - _TAIL_BYTES)
-        file.seek(start)
-        newline = file.read(end - start).rfind(_LINE_END)
-        if newline >= 0:
-            end = start + newline + len(_LINE_END)
-            break
-        end = start
-    file.truncate(end)
-    file.seek(0, os.SEEK_END)
+def _damaged(source: str, number: int, error: msgspec.MsgspecError) -> JournalDamaged:
+    return JournalDamaged(
+        f"{source}, line {number}: {error}",
+        remedy="the run itself needs no journal; to account for it, mend or remove the line",
+    )

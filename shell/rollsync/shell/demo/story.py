@@ -8,6 +8,7 @@ from the run directory, never remembered.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from rollsync.pure.rollout.explain import explain
 from rollsync.shell.demo.evaluation import PROMPTS, mean_reward
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo.trainer import WEIGHTS
-from rollsync.shell.journal import JournalEntry, Saved, StepClaimed, StepTrained, read_journal
+from rollsync.shell.journal import JournalEntry, Saved, StepClaimed, StepTrained, entries_of
 from rollsync.shell.run.saved import SavedRun, close_account, read_saved
 
 POLL_S = 0.02
@@ -129,14 +130,19 @@ class JournalFollower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read = 0
+        self._read_bytes = 0
 
     def new_entries(self) -> list[JournalEntry]:
         """Entries since the last call."""
-        entries = list(read_journal(self._path))
-        found = entries[self._read :]
-        self._read = len(entries)
-        return found
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        return list(entries_of(io.BytesIO(whole), source=str(self._path)))
 
 
 def run_until_killed(

@@ -139,7 +139,11 @@ class RolloutController:
         )
         writer = BundleWriter(archive)
         self._snapshotter = RolloutSnapshotter(
-            self.parts, archive=archive, writer=writer, ended=self._saved
+            self.parts,
+            archive=archive,
+            writer=writer,
+            before_publication=journal.sync,
+            ended=self._saved,
         )
         self._restorer = RolloutRestorer(
             self.parts,

@@ -81,6 +81,8 @@ class RolloutSnapshotter(_UsesRolloutParts):
         parts: the run's parts.
         archive: where bundles go.
         writer: shared with the restorer, so that a resumed run shares the rows it has read.
+        before_publication: called (in a thread) after the cut and before a bundle gets its name:
+            makes durable what else is told of the saved state.
         ended: told how each attempt ended.
     """
 
@@ -90,10 +92,12 @@ class RolloutSnapshotter(_UsesRolloutParts):
         *,
         archive: SnapshotArchive,
         writer: BundleWriter | None = None,
+        before_publication: Callable[[], None] = lambda: None,
         ended: SaveListener | None = None,
     ) -> None:
         super().__init__(parts)
         self._archive = archive
+        self._before_publication = before_publication
         self._tell_ended = ended
         self._save_timeout_s = parts.master_config.checkpointing.save_timeout_s
         self._writer = BundleWriter(archive) if writer is None else writer
@@ -220,6 +224,8 @@ class RolloutSnapshotter(_UsesRolloutParts):
             await attempt.write_trainer_files(draft.path)
             if not _same_weights(self._cell.state, cut.state):
                 raise _Skipped(Reason.TRAINER_STATE_CHANGED)
+
+        await settled(asyncio.to_thread(self._before_publication))
 
         def published(written: WrittenBundle) -> None:
             attempt.written = written

@@ -50,7 +50,7 @@ def reason_of(error: OSError) -> str:
 
 
 class WritableFile(Protocol):
-    """A file that was just created."""
+    """A file that was just created, or opened for more at its end."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Append some of `data`; how many bytes. Fewer than given is no error."""
@@ -81,6 +81,10 @@ class FileSystem(Protocol):
 
     def create(self, path: Path) -> WritableFile:
         """A new empty file. It must not exist."""
+        ...
+
+    def append(self, path: Path) -> WritableFile:
+        """The file, to write more at its end; a new empty one if there is none."""
         ...
 
     def read(self, path: Path) -> Iterator[bytes]:
@@ -260,6 +264,10 @@ class RealFileSystem:
 
     def create(self, path: Path) -> WritableFile:
         return _RealFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+
+    def append(self, path: Path) -> WritableFile:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        return _RealFile(os.open(path, flags, 0o644))
 
     def read(self, path: Path) -> Iterator[bytes]:
         # Not a generator function: a missing file is to be noticed here.
