@@ -6,7 +6,7 @@ made from. Rule kept here: a message says what is wrong, a remedy says what to d
 both survive pickling, because most of these exceptions cross a Ray call.
 """
 
-from typing import Self
+from typing import ClassVar, Self
 
 
 class RollsyncError(Exception):
@@ -16,6 +16,9 @@ class RollsyncError(Exception):
         message: what is wrong, naming the file, field, rank or setting.
         remedy: what the reader can do about it, as an instruction; empty when nothing helps.
     """
+
+    exit_code: ClassVar[int] = 2
+    """What a command ends with: 2, something that the user can put right."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)
@@ -32,7 +35,9 @@ class RollsyncError(Exception):
 
     @classmethod
     def _bare(cls, args: tuple[object, ...]) -> Self:
-        error = cls.__new__(cls)
+        # `cls.__new__` may be RuntimeError's, which refuses to make what is an OSError as well.
+        layout = next(base for base in (OSError, Exception) if issubclass(cls, base))
+        error: Self = layout.__new__(cls)
         error.args = args
         return error
 

@@ -67,6 +67,26 @@ class WeightsSynced(Struct, frozen=True, kw_only=True, tag="weights_synced"):
     seconds: float
 
 
+class EngineChanged(Struct, frozen=True, kw_only=True, tag="engine_changed"):
+    """A generation engine is good for something else than before."""
+
+    engine: str
+    was: str | None
+    """Its phase before; None for one whose start has begun."""
+    now: str
+    why: str
+    weight_version: int | None
+    pid: int | None
+    host: str | None
+
+
+class SyncRetried(Struct, frozen=True, kw_only=True, tag="sync_retried"):
+    """A sync failed because of an engine, and was tried again without it."""
+
+    weight_version: int
+    why: str
+
+
 class Saved(Struct, frozen=True, kw_only=True, tag="saved"):
     """A save was attempted."""
 
@@ -94,7 +114,15 @@ class Finished(Struct, frozen=True, kw_only=True, tag="finished"):
 
 
 JournalEntry = (
-    Resumed | StepClaimed | StepTrained | WeightsSynced | Saved | PromptDropped | Finished
+    Resumed
+    | StepClaimed
+    | StepTrained
+    | WeightsSynced
+    | EngineChanged
+    | SyncRetried
+    | Saved
+    | PromptDropped
+    | Finished
 )
 
 

@@ -1,6 +1,7 @@
 """Parses the command line, runs one subcommand, and turns expected errors into exit codes.
 
-Exit codes: 0 done, 1 the command's answer is "no", 2 the user can put it right, 130 interrupted.
+Exit codes: 0 done, 1 the command's answer is "no", 2 the user can put it right, 3 a run lost its
+trainer or its engines and can be started again as it is, 130 interrupted.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
     except RollsyncError as error:
         # The attributes and not str(): an error that came through a Ray call also derives from
         # Ray's own class, whose text is the remote traceback.
-        return _refuse(error.message, error.remedy)
+        return _refuse(error.message, error.remedy, error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA_OF_PACKAGE:
@@ -91,8 +92,8 @@ def _run(arguments: list[str], commands: Sequence[Command]) -> int:
     return chosen.run(args)
 
 
-def _refuse(message: str, remedy: str) -> int:
+def _refuse(message: str, remedy: str, exit_code: int = RollsyncError.exit_code) -> int:
     print(f"rollsync: {message}", file=sys.stderr)
     if remedy:
         print(f"  {remedy}", file=sys.stderr)
-    return 2
+    return exit_code

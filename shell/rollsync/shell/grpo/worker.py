@@ -6,18 +6,21 @@ the trainer's version without asking, as of the last answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
 import torch
 from ray.actor import ActorProxy
+from ray.exceptions import RayActorError
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.refit import TensorSpec
 from rollsync.shell.grpo.trainer import GrpoTrainer, StepMetrics, TrainingRow
 from rollsync.shell.refit.policy_worker import PolicyRefitMixin
 from rollsync.shell.refit.weights import checkpoint_weights, declare_weights
+from rollsync.shell.rollout.clients import TrainerLost
 
 
 class GrpoPolicyWorker(PolicyRefitMixin):
@@ -84,6 +87,24 @@ class GrpoPolicyWorker(PolicyRefitMixin):
         return self._trainer.trainer_version
 
 
+@contextmanager
+def trainer_calls() -> Iterator[None]:
+    """Calls of a policy worker: its death comes out as `TrainerLost`."""
+    try:
+        yield
+    except RayActorError as error:
+        raise trainer_lost(error) from error
+
+
+def trainer_lost(error: Exception) -> TrainerLost:
+    """The loss of a policy worker, with Ray's reason."""
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return TrainerLost(
+        f"a policy worker is gone: {reason}",
+        remedy="see Ray's log of the worker; the same command goes on from the last save",
+    )
+
+
 class GrpoTrainerClient:
     """The controller's trainer: see `rollsync.shell.rollout.clients.TrainerClient`.
 
@@ -97,20 +118,25 @@ class GrpoTrainerClient:
 
     async def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
         """The gradients of one step."""
-        return await self._worker.compute_gradients.remote(groups)
+        with trainer_calls():
+            return await self._worker.compute_gradients.remote(groups)
 
     async def apply_gradients(self) -> None:
         """Take the step."""
-        self.trainer_version = await self._worker.apply_gradients.remote()
+        with trainer_calls():
+            self.trainer_version = await self._worker.apply_gradients.remote()
 
     async def skip_step(self) -> None:
         """Count a step that had nothing to train."""
-        self.trainer_version = await self._worker.skip_step.remote()
+        with trainer_calls():
+            self.trainer_version = await self._worker.skip_step.remote()
 
     async def save(self, directory: Path) -> None:
         """Write the trainer's files into `directory`."""
-        await self._worker.save.remote(str(directory))
+        with trainer_calls():
+            await self._worker.save.remote(str(directory))
 
     async def load(self, directory: Path) -> None:
         """Become what the checkpoint in `directory` holds."""
-        self.trainer_version = await self._worker.load.remote(str(directory))
+        with trainer_calls():
+            self.trainer_version = await self._worker.load.remote(str(directory))

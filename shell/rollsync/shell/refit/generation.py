@@ -5,6 +5,8 @@ generates only with the weights of one whole sync, so that no request sees half-
 """
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal, Protocol
@@ -57,6 +59,25 @@ class Completion(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     weight_version: int
+
+
+class EngineProbe(msgspec.Struct, frozen=True):
+    """What an engine says of itself when it is asked whether it is there.
+
+    Attributes:
+        state: which weights it holds.
+        pid: of its actor's process.
+        host: the name of the machine that it is on.
+    """
+
+    state: EngineState
+    pid: int
+    host: str
+
+
+def probe_of(state: EngineState) -> EngineProbe:
+    """The answer of an engine in this process."""
+    return EngineProbe(state, os.getpid(), socket.gethostname())
 
 
 class GenerationEngine(Protocol):

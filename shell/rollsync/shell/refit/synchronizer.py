@@ -29,9 +29,7 @@ from rollsync.pure.refit import (
     plan_topology,
     resolve_bucket_bytes,
 )
-from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost
 from rollsync.shell.refit.errors import (
-    EngineStepFailed,
     RefitConfigurationError,
     WeightTransferFailed,
 )
@@ -43,6 +41,7 @@ from rollsync.shell.refit.interfaces import (
     WeightSynchronizer,
 )
 from rollsync.shell.refit.report import SyncMetrics, SyncReport, summarize
+from rollsync.shell.refit.step_failure import StepFailure, settle
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +73,20 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     _checkpoint_engine_ready: bool = False
     _bucket_size_bytes: int | None = None
     _metrics: SyncMetrics = field(default_factory=SyncMetrics, repr=False, compare=False)
+    last_failure: StepFailure | None = field(default=None, repr=False, compare=False)
+    """How the last step that failed ended on each worker; None when every step went well."""
 
     def init_communicator(self) -> None:
         """Tells the generation what will come, and connects both sides."""
         self._generation.prepare_refit_info(self._policy.prepare_refit_info())
         self._ensure_checkpoint_engine_ready()
+
+    def reconnect(self) -> None:
+        """Connects anew when other engines are there than before. What is left of an earlier
+        connection, on whichever worker, is given back first."""
+        self._checkpoint_engine_ready = True
+        self.shutdown()
+        self.init_communicator()
 
     @property
     def is_stale(self) -> bool:
@@ -104,6 +112,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             Exception: whatever a worker raised, as Ray hands it on.
         """
         self._stale = True
+        self.last_failure = None
         started_s = time.perf_counter()
         backend = self._checkpoint_engine_config["backend"]
         try:
@@ -138,9 +147,9 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             return
         # The set-up counts as gone even if a worker fails to release: the next sync prepares anew.
         self._checkpoint_engine_ready = False
-        ray.get(
-            self._run_policy("finalize_checkpoint_engine")
-            + self._run_generation("finalize_checkpoint_engine")
+        self._answers(
+            self._run_policy("finalize_checkpoint_engine"),
+            self._run_generation("finalize_checkpoint_engine"),
         )
 
     def _release_after_refit(self) -> bool:
@@ -177,7 +186,9 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         setting = self._checkpoint_engine_config["update_weights_bucket_memory_ratio"]
         ratio = _accepted(parse_ratio(setting))
         policy_refs = self._run_policy("checkpoint_engine_total_memory_bytes")
-        totals = ray.get(policy_refs + self._run_generation("checkpoint_engine_total_memory_bytes"))
+        totals = self._answers(
+            policy_refs, self._run_generation("checkpoint_engine_total_memory_bytes")
+        )
         bucket_size_bytes = _accepted(
             resolve_bucket_bytes(
                 ratio,
@@ -205,32 +216,32 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     def _set_up(self, bucket_size_bytes: int) -> None:
         backend = self._checkpoint_engine_config["backend"]
         engine_kwargs = self._engine_options()
-        ray.get(
+        self._answers(
             self._run_policy(
                 "init_checkpoint_engine",
                 backend=backend,
                 bucket_size_bytes=bucket_size_bytes,
                 engine_kwargs=engine_kwargs,
-            )
-            + self._run_generation(
+            ),
+            self._run_generation(
                 "init_checkpoint_engine", (backend, bucket_size_bytes, engine_kwargs)
-            )
+            ),
         )
         policy_refs = self._run_policy("prepare_checkpoint_engine")
         generation_refs = self._run_generation("prepare_checkpoint_engine")
-        prepared = ray.get(policy_refs + generation_refs)
+        prepared = self._answers(policy_refs, generation_refs)
         topology = self._topology(prepared[: len(policy_refs)], prepared[len(policy_refs) :])
         metadata = list(topology.metadata)
         train_world_size = topology.train_world_size
         rollout_world_size = topology.rollout_world_size
-        ray.get(
+        self._answers(
             self._run_policy(
                 "init_checkpoint_engine_process_group",
                 metadata=metadata,
                 train_world_size=train_world_size,
                 rollout_world_size=rollout_world_size,
-            )
-            + self._generation.worker_group.run_all_workers_multiple_data(
+            ),
+            self._generation.worker_group.run_all_workers_multiple_data(
                 self._generation_rpc(),
                 method_args=[
                     (rank_prefix, train_world_size, rollout_world_size, metadata)
@@ -238,7 +249,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
                 ],
                 run_rank_0_only_axes=RANK_0_AXES,
                 common_kwargs={"checkpoint_method": "init_checkpoint_engine_process_group"},
-            )
+            ),
         )
 
     def _topology(self, policy: list[object], generation: list[object]) -> Topology:
@@ -269,14 +280,12 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     def _transfer(self, kv_scales: dict[str, float] | None) -> list[object]:
         """One send and one update on all workers; their answers, policy first."""
         policy_refs = self._run_policy("send_weights_via_checkpoint_engine", kv_scales=kv_scales)
-        refs = policy_refs + self._run_generation("update_weights_from_checkpoint_engine")
-        try:
-            results = list(ray.get(refs))
-        except Exception as first:
-            raise self._root_cause(refs, first) from None
+        generation_refs = self._run_generation("update_weights_from_checkpoint_engine")
+        results = self._answers(policy_refs, generation_refs)
         updates = results[len(policy_refs) :]
         if not all(update for update in updates if update is not None):
             backend = self._checkpoint_engine_config["backend"]
+            self.last_failure = StepFailure(tuple(results[: len(policy_refs)]), tuple(updates))
             raise WeightTransferFailed(
                 f"Weight transfer failed during {backend} checkpoint-engine sync: engines "
                 f"{[i for i, u in enumerate(updates) if u is not None and not u]} did not load it",
@@ -294,26 +303,22 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
                 remedy="synchronize when all policy workers have finished the same step",
             )
 
-    def _root_cause(self, refs: Sequence[object], first: Exception) -> Exception:
-        """Waits until no worker is busy with a failed transfer, and answers why it failed.
+    def _answers(
+        self, policy_refs: Sequence[ObjectRef[object]], generation_refs: Sequence[ObjectRef[object]]
+    ) -> list[object]:
+        """What the workers answered to a step, policy first.
 
-        Ray raises at the first failure, which may be only the echo of the one that matters: the
-        other side is told by its own engine, or gives up at its deadline. Until then it must not
-        be given anything else to do.
+        Raises:
+            Exception: why it failed, when it has ended on every worker; `last_failure` says how.
         """
-        timeout_s = self._engine_options().get("refit_timeout_s", DEFAULT_REFIT_TIMEOUT_S)
-        pending = [ref for ref in refs if isinstance(ref, ObjectRef)]
-        if not pending or not isinstance(timeout_s, int | float):
-            return first
-        ended, _ = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
-        errors = [error for ref in ended if (error := _error_of(ref)) is not None]
-        causes = [error for error in errors if not _is_echo(error)]
-        cause = next(iter(causes), first)
-        for error in errors:
-            if type(error) is not type(cause):
-                # The last line; the lines before are the remote stack.
-                cause.add_note(f"another worker: {str(error).strip().splitlines()[-1:]}")
-        return cause
+        try:
+            return list(ray.get([*policy_refs, *generation_refs]))
+        except Exception as first:
+            timeout_s = self._engine_options().get("refit_timeout_s", DEFAULT_REFIT_TIMEOUT_S)
+            patience_s = timeout_s if isinstance(timeout_s, int | float) else 0.0
+            failure = settle(policy_refs, generation_refs, timeout_s=patience_s)
+            self.last_failure = failure
+            raise failure.cause(first) from None
 
     def _engine_options(self) -> dict[str, object]:
         config = self._checkpoint_engine_config
@@ -321,9 +326,11 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
 
     def _shutdown_beside(self, error: BaseException) -> None:
         """Shuts down while `error` is on its way, without ever hiding it."""
+        failure = self.last_failure
         try:
             self.shutdown()
         except Exception as second:
+            self.last_failure = failure
             error.add_note(f"finalizing the checkpoint engine failed as well: {second!r}")
 
 
@@ -332,21 +339,6 @@ def _accepted(result: Result[_T, RefitError]) -> _T:
         error = result.failure()
         raise RefitConfigurationError(describe(error), error=error)
     return result.unwrap()
-
-
-def _is_echo(error: Exception) -> bool:
-    """Whether a worker failed only because it heard that, or saw how, another one did."""
-    if isinstance(error, EngineStepFailed):
-        return error.echo
-    return isinstance(error, PeerFailed | PeerLost)
-
-
-def _error_of(ended: ObjectRef[object]) -> Exception | None:
-    try:
-        ray.get(ended)
-    except Exception as error:
-        return error
-    return None
 
 
 def _integers(results: Iterable[object]) -> list[int]:

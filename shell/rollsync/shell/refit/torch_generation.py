@@ -13,7 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollsync.pure.refit.lifecycle import EngineState
 from rollsync.shell.refit.errors import RefitConfigurationError
-from rollsync.shell.refit.generation import Completion, SamplingSettings, ServingGate
+from rollsync.shell.refit.generation import (
+    Completion,
+    EngineProbe,
+    SamplingSettings,
+    ServingGate,
+    probe_of,
+)
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
 from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.report import WorkerTransfer
@@ -40,6 +46,14 @@ class TorchGenerationWorker:
         self._receiver = RefitReceiver(
             local_rank=0, engine_world_size=1, update=lambda: TorchModelUpdate(self._model)
         )
+
+    async def start(self) -> EngineProbe:
+        """Answers when the model is loaded."""
+        return await self.probe()
+
+    async def probe(self) -> EngineProbe:
+        """Answers at once, whatever else runs."""
+        return probe_of(self._gate.state)
 
     async def prepare_refit_info(self, refit_info: object) -> None:
         """Takes what the policy will send, if the policy says so."""

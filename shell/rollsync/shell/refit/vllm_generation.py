@@ -18,8 +18,10 @@ from rollsync.pure.refit.engine_ranks import engine_state
 from rollsync.pure.refit.lifecycle import Closed, EngineState, Poisoned, Serving
 from rollsync.shell.refit.generation import (
     Completion,
+    EngineProbe,
     SamplingSettings,
     ServingGate,
+    probe_of,
     served_version,
 )
 from rollsync.shell.refit.report import WorkerTransfer
@@ -56,9 +58,16 @@ class VllmGenerationWorker:
         self._gate = ServingGate()
         self._started: asyncio.Task[AsyncLLM] | None = None
 
-    async def start(self) -> None:
-        """Starts the engine, unless it is there; every other method does so too."""
+    async def start(self) -> EngineProbe:
+        """Starts the engine, unless it is there; every other method but `probe` does so too."""
         await self._engine()
+        return await self.probe()
+
+    async def probe(self) -> EngineProbe:
+        """Answers at once, whatever else runs; `Closed` when vLLM's own processes have ended."""
+        if self._started is not None and self._started.done() and (await self._started).errored:
+            self._gate.state = Closed()
+        return probe_of(self._gate.state)
 
     async def prepare_refit_info(self, refit_info: object) -> None:
         """Takes what the policy will send, if the policy says so."""

@@ -48,7 +48,7 @@ class RayWorkerGroup:
             run_rank_0_only_axes: taken as said: a leader hands the call on to its ranks itself.
             kwargs: the method's arguments.
         """
-        return [_remote(leader, method_name, **kwargs) for leader in self.leaders]
+        return [call_remote(leader, method_name, **kwargs) for leader in self.leaders]
 
     def run_all_workers_multiple_data(
         self,
@@ -79,7 +79,7 @@ class RayWorkerGroup:
             for arguments, value in zip(of_each, values, strict=True):
                 arguments[name] = value
         return [
-            _remote(leader, method_name, **arguments)
+            call_remote(leader, method_name, **arguments)
             for leader, arguments in zip(self.leaders, of_each, strict=True)
         ]
 
@@ -92,7 +92,7 @@ class PolicyGroup:
 
     def prepare_refit_info(self) -> object:
         """What the policy will send, as its first worker says."""
-        return ray.get(_remote(self.worker_group.leaders[0], "prepare_refit_info"))
+        return ray.get(call_remote(self.worker_group.leaders[0], "prepare_refit_info"))
 
 
 class GenerationGroup:
@@ -107,14 +107,21 @@ class GenerationGroup:
     def __init__(
         self, engines: Sequence[Actor], *, ranks_per_engine: int = 1, async_engine: bool = True
     ) -> None:
-        self.worker_group = RayWorkerGroup(engines, ranks_per_leader=ranks_per_engine)
-        self.dp_size = len(self.worker_group.leaders)
+        self._ranks_per_engine = ranks_per_engine
         self.cfg: Mapping[str, object] = {"vllm_cfg": {"async_engine": async_engine}}
+        self.use(engines)
+
+    def use(self, engines: Sequence[Actor]) -> None:
+        """Consist of these engines from now on. Whoever synchronizes them connects anew."""
+        self.worker_group = RayWorkerGroup(engines, ranks_per_leader=self._ranks_per_engine)
+        self.dp_size = len(self.worker_group.leaders)
         self._running = [0] * self.dp_size
 
     def prepare_refit_info(self, refit_info: object) -> None:
         """Tells every engine what the policy will send."""
-        ray.get([_remote(e, "prepare_refit_info", refit_info) for e in self.worker_group.leaders])
+        ray.get(
+            [call_remote(e, "prepare_refit_info", refit_info) for e in self.worker_group.leaders]
+        )
 
     async def generate(
         self,
@@ -125,11 +132,13 @@ class GenerationGroup:
         weight_version: int | None = None,
     ) -> list[Completion]:
         """Samples completions on the engine that has least to do; see `GenerationEngine`."""
-        chosen = self._running.index(min(self._running))
-        self._running[chosen] += 1
+        # Bound here: the engines may be others when this request ends.
+        running = self._running
+        chosen = running.index(min(running))
+        running[chosen] += 1
         try:
             engine = self.worker_group.leaders[chosen]
-            completions: list[Completion] = await _remote(
+            completions: list[Completion] = await call_remote(
                 engine,
                 "generate",
                 prompt_token_ids,
@@ -139,15 +148,18 @@ class GenerationGroup:
             )
             return completions
         finally:
-            self._running[chosen] -= 1
+            running[chosen] -= 1
 
     async def weight_version(self) -> int | None:
         """The version that all engines serve now, None unless all of them serve the same."""
-        refs = [_remote(engine, "weight_version") for engine in self.worker_group.leaders]
+        refs = [call_remote(engine, "weight_version") for engine in self.worker_group.leaders]
         versions: list[int | None] = [await ref for ref in refs]
         return versions[0] if len(set(versions)) == 1 else None
 
 
-def _remote(actor: Actor, method_name: str, *args: object, **kwargs: object) -> "ObjectRef[Any]":
+def call_remote(
+    actor: Actor, method_name: str, *args: object, **kwargs: object
+) -> "ObjectRef[Any]":
+    """Calls an actor's method by its name."""
     ref: ObjectRef[Any] = getattr(actor, method_name).remote(*args, **kwargs)
     return ref

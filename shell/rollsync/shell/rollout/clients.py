@@ -5,9 +5,10 @@ Both are objects over Ray actors in a real run; the controller needs no more tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from msgspec import Struct
 
@@ -16,11 +17,21 @@ from rollsync.shell.grpo import StepMetrics, TrainingRow
 
 
 class GenerationFailed(RollsyncError):
-    """A healthy engine did not complete a request: another attempt may."""
+    """An engine did not complete a request, or died of it: another attempt may succeed."""
 
 
-class EnginesLost(RollsyncError):
-    """No engine can generate: the run has to stop, and can be resumed."""
+class WorkersLost(RollsyncError):
+    """Workers that the run cannot do without are gone: it stops, and can be started again."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class EnginesLost(WorkersLost):
+    """Fewer engines are left than the run may go on with."""
+
+
+class TrainerLost(WorkersLost):
+    """A policy worker is gone, and with it what was not in a checkpoint."""
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):
@@ -53,13 +64,12 @@ class GenerationClient(Protocol):
 
         Raises:
             GenerationFailed: this request failed.
-            RollsyncError: the engine would not (poisoned, outdated), or is gone.
         """
         ...
 
 
 class TrainerClient(Protocol):
-    """The trainer."""
+    """The trainer. Every call raises `TrainerLost` when a worker of it is gone."""
 
     @property
     def trainer_version(self) -> int:
@@ -92,15 +102,49 @@ class SyncFigures(Struct, frozen=True, kw_only=True):
 
 
 class WeightSync(Protocol):
-    """Brings every engine to the trainer's weights."""
+    """Brings the engines to the trainer's weights."""
 
     async def __call__(self) -> SyncFigures:
-        """Move the weights; afterwards every engine serves the trainer's version.
+        """Move the weights; afterwards every engine that may serve has the trainer's version.
 
         Raises:
-            RollsyncError: an engine was not updated; it refuses to generate until one sync works.
+            EnginesLost: too few engines are left.
+            TrainerLost: a policy worker is gone.
+            RollsyncError: the weights were not moved, and no engine is to blame for it.
         """
         ...
+
+
+class FleetWatch(Protocol):
+    """What the controller has to know of engines that come and go."""
+
+    def sync_is_due(self) -> bool:
+        """Whether an engine waits for weights that the others have: one that joined, or is back."""
+        ...
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called whenever `sync_is_due` may have become true."""
+        ...
+
+    async def wait_lost(self) -> EnginesLost:
+        """Wait until too few engines are left to go on with."""
+        ...
+
+
+class SteadyFleet:
+    """Engines that neither come nor go; see `FleetWatch`."""
+
+    def sync_is_due(self) -> bool:
+        """Never."""
+        return False
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Nothing will change."""
+
+    async def wait_lost(self) -> EnginesLost:
+        """Wait until cancelled."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")
 
 
 class Codec(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -38,8 +38,11 @@ from rollsync.shell.rollout.bundle_writer import BundleWriter
 from rollsync.shell.rollout.cell import StateCell
 from rollsync.shell.rollout.clients import (
     Codec,
+    FleetWatch,
     GenerationClient,
+    SteadyFleet,
     TrainerClient,
+    TrainerLost,
     Verifier,
     WeightSync,
 )
@@ -77,6 +80,7 @@ class RunClients:
     sync: WeightSync
     codec: Codec
     verifier: Verifier
+    fleet: FleetWatch = field(default_factory=SteadyFleet)
 
 
 class RunOutcome(Struct, frozen=True, kw_only=True):
@@ -157,6 +161,7 @@ class RolloutController:
             rollouts=self._rollouts,
             trainer=clients.trainer,
             sync=clients.sync,
+            fleet=clients.fleet,
             snapshotter=self._snapshotter,
             changes=changes,
             journal=journal,
@@ -216,10 +221,18 @@ class RolloutController:
                 pump, stop, deadline_s=None if save_by_s is None else started_s + save_by_s
             )
         except* Exception as errors:
-            raise _first_cause(errors) from errors
-        state = self.cell.state
-        self._journal.write(Finished(train_steps=state.progress.train_steps, why=end.why))
-        return RunOutcome(state=state, why=end.why, completed=end.completed)
+            cause = _first_cause(errors)
+            if isinstance(cause, TrainerLost):
+                # Of the trainer nothing can be saved, of the rollouts what there is an anchor for.
+                await self._snapshotter.save_rollout_snapshot(force=True)
+            self._finished(str(cause))
+            raise cause from errors
+        self._finished(end.why)
+        return RunOutcome(state=self.cell.state, why=end.why, completed=end.completed)
+
+    def _finished(self, why: str) -> None:
+        step = self.cell.state.progress.train_steps
+        self._journal.write(Finished(train_steps=step, why=why))
 
     async def _pump(
         self, pump: SnapshotPump, stop: asyncio.Event, *, deadline_s: float | None
@@ -231,17 +244,22 @@ class RolloutController:
             training = pumps.create_task(self._training.run(), name="train pump")
             asked = pumps.create_task(stop.wait(), name="stop")
             deadline = pumps.create_task(pump.last_is_due.wait(), name="deadline")
+            lost = pumps.create_task(self._clients.fleet.wait_lost(), name="engines")
+            ends = (training, asked, deadline, lost)
             # The other two only end by failing, and then the task group ends this wait.
-            await asyncio.wait((training, asked, deadline), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             snapshots_stop.set()
             if training.done():
                 end = training.result()
+            elif lost.done():
+                await self._save_last(training, "engines are lost", until_s=None)
+                raise lost.result()
             elif asked.done():
                 end = await self._save_last(training, "asked to stop", until_s=None)
             else:
                 why = "the deadline to save by has come"
                 end = await self._save_last(training, why, until_s=deadline_s)
-            for task in (rollouts, training, asked, deadline):
+            for task in (rollouts, *ends):
                 task.cancel()
         return end
 

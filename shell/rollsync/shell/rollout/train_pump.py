@@ -23,7 +23,13 @@ from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo import StepMetrics, TrainingRow
 from rollsync.shell.journal import Journal, StepClaimed, StepTrained, WeightsSynced
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
-from rollsync.shell.rollout.clients import TrainerClient, WeightSync
+from rollsync.shell.rollout.clients import (
+    EnginesLost,
+    FleetWatch,
+    TrainerClient,
+    TrainerLost,
+    WeightSync,
+)
 from rollsync.shell.rollout.parts import RolloutParts
 from rollsync.shell.rollout.rollout_pump import RolloutPump
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
@@ -51,6 +57,7 @@ class TrainPump:
         rollouts: told which weight version the engines serve.
         trainer: takes the optimizer steps.
         sync: brings the engines to the trainer's weights.
+        fleet: says when an engine waits for them.
         snapshotter: saves the trainer checkpoints.
         changes: notified at every change of the state.
         journal: where steps and syncs are written down.
@@ -64,6 +71,7 @@ class TrainPump:
         rollouts: RolloutPump,
         trainer: TrainerClient,
         sync: WeightSync,
+        fleet: FleetWatch,
         snapshotter: RolloutSnapshotter,
         changes: ChangeSignal,
         journal: Journal,
@@ -73,6 +81,8 @@ class TrainPump:
         self._rollouts = rollouts
         self._trainer = trainer
         self._sync = sync
+        self._fleet = fleet
+        fleet.listen(changes.notify)
         self._snapshotter = snapshotter
         self._changes = changes
         self._journal = journal
@@ -104,11 +114,19 @@ class TrainPump:
                 await self._train(selection)
             else:
                 await self._skip(selection)
-            await self.sync_weights()
+            await self._sync_or_save()
             last = self._config.grpo.max_steps
             step = self._parts.runtime_state.state.progress.train_steps
             await self._checkpoint_if(self._is_due() or step == last)
         return TrainingEnd(why="all steps are trained", completed=True)
+
+    async def _sync_or_save(self) -> None:
+        """Sync; when no engine is left for it, save what is trained before that ends the run."""
+        try:
+            await self.sync_weights()
+        except EnginesLost:
+            await self._save_the_end()
+            raise
 
     async def sync_weights(self) -> None:
         """Bring the engines to the trainer's weights; they hold requests back meanwhile."""
@@ -144,6 +162,9 @@ class TrainPump:
         cell = self._parts.runtime_state
         while not self._stopping:
             seen = self._changes.version
+            if self._fleet.sync_is_due():
+                await self._sync_or_save()
+                continue
             await self._drop_stale()
             async with self._parts.data_plane_barrier.mutation(
                 CheckpointMutationKind.OTHER
@@ -229,6 +250,8 @@ class TrainPump:
 
     def _require(self, result: RolloutCheckpointSaveResult) -> None:
         if not result.saved:
+            if isinstance(self._snapshotter.last_error, TrainerLost):
+                raise self._snapshotter.last_error
             raise CheckpointFailed(
                 f"the checkpoint failed ({result.reason}): {self._snapshotter.last_error}",
                 remedy="make room or repair the file system, then start the run again:"

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from rollsync.shell.journal import (
+    EngineChanged,
     Finished,
     JournalEntry,
     PromptDropped,
@@ -18,6 +19,7 @@ from rollsync.shell.journal import (
     Saved,
     StepClaimed,
     StepTrained,
+    SyncRetried,
     WeightsSynced,
 )
 
@@ -43,6 +45,10 @@ def line_of(entry: JournalEntry) -> str:
                 f"sync    weight version {entry.weight_version}: {entry.bytes / 1e6:.2f} MB in"
                 f" {entry.seconds * 1e3:.1f} ms, {gigabytes_per_s(entry):.3f} GB/s"
             )
+        case EngineChanged():
+            return _engine_line(entry)
+        case SyncRetried():
+            return f"sync    weight version {entry.weight_version} is tried again: {entry.why}"
         case Saved():
             done = "saved" if entry.saved else f"not saved ({entry.reason})"
             return (
@@ -53,6 +59,14 @@ def line_of(entry: JournalEntry) -> str:
             return f"drop    prompt {entry.prompt_id}: {entry.reason}"
         case Finished():
             return f"end     after step {entry.train_steps}: {entry.why}"
+
+
+def _engine_line(entry: EngineChanged) -> str:
+    was = "" if entry.was is None else f", was {entry.was}"
+    at = "" if entry.pid is None else f", process {entry.pid} on {entry.host}"
+    why = f": {entry.why}" if entry.why else ""
+    version = "" if entry.weight_version is None else f" at weight version {entry.weight_version}"
+    return f"engine  {entry.engine} is {entry.now}{version}{was}{at}{why}"
 
 
 def staleness(entry: StepTrained) -> str:

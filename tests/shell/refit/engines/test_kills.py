@@ -146,3 +146,19 @@ def test_the_death_of_one_receiver_is_told_to_the_other(backend: str) -> None:
         survivor = rollouts.answer_of(0)
         assert PeerFailed.__name__ in survivor.error_types
         assert "rollout 1 is gone" in survivor.error
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("backend", ["shm", "nixl"])
+def test_the_other_receiver_is_told_of_one_that_is_dead_before_the_stream(
+    backend: str, dead: int
+) -> None:
+    with Rollouts(backend, {"refit_timeout_s": DEADLINE_S}, 2) as rollouts:
+        rollouts.begin()
+        rollouts.processes[dead].kill()
+        rollouts.processes[dead].join()
+        with pytest.raises(PeerLost, match=f"rollout {dead}"):
+            asyncio.run(rollouts.policy.send_weights(sample_weights().items()))
+        survivor = rollouts.answer_of(1 - dead)
+        assert PeerFailed.__name__ in survivor.error_types
+        assert f"rollout {dead}" in survivor.error

@@ -100,11 +100,11 @@ class SendingStream:
 
     async def _open(self, receivers: Sequence[Receiver]) -> list[Outlet]:
         """Connect to all receivers, and agree with each on what it is sent."""
-        layouts: list[str | None] = []
-        for receiver in receivers:
-            channel = await self._connect(receiver)
-            self._channels.append(channel)
-            layouts.append(await offer_plan(channel, self._declaration, receiver.rank))
+        await self._connect_to_all(receivers)
+        layouts = [
+            await offer_plan(channel, self._declaration, receiver.rank)
+            for channel, receiver in zip(self._channels, receivers, strict=True)
+        ]
         region = self._memory.region
         shares = share_buffers(layouts, region.buffer_bytes, region.count)
         if not is_successful(shares):
@@ -122,6 +122,17 @@ class SendingStream:
         for outlet in outlets:
             await outlet.begin()
         return outlets
+
+    async def _connect_to_all(self, receivers: Sequence[Receiver]) -> None:
+        """Connect to all receivers at once: one that is gone, or hangs, keeps nobody from being
+        told of it."""
+        connected = await asyncio.gather(
+            *(self._connect(receiver) for receiver in receivers), return_exceptions=True
+        )
+        self._channels = [each for each in connected if isinstance(each, ControlChannel)]
+        for each in connected:
+            if isinstance(each, BaseException):
+                raise each
 
     def _parts_of(self, layout: str | None) -> Mapping[str, Sequence[SentPart]] | None:
         if layout is None or self._declaration is None:

@@ -1,0 +1,72 @@
+"""How a step of a sync that failed ended on every worker, and which of the failures is the cause.
+
+Rule kept here: a failure is judged when no worker is busy with the step any more. Ray raises at the
+first one, which may be only the echo of the one that matters, and until the last has ended none of
+them may be given anything else to do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+from ray import ObjectRef
+
+from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost
+from rollsync.shell.refit.errors import EngineStepFailed
+
+
+@dataclass(frozen=True)
+class StepFailure:
+    """What every worker of a failed step answered: a value, or the exception that it raised.
+
+    Attributes:
+        policy: of the policy's workers, in their order.
+        engines: of the generation's engines, in their order.
+    """
+
+    policy: tuple[object, ...]
+    engines: tuple[object, ...]
+
+    def cause(self, first: Exception) -> Exception:
+        """The error that the others follow from, with notes of those.
+
+        Args:
+            first: what was raised first; answered when nothing is known that is better.
+        """
+        answers = (*self.policy, *self.engines)
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        cause = next((error for error in errors if not is_echo(error)), first)
+        for error in errors:
+            if type(error) is not type(cause):
+                # The last line; the lines before are the remote stack.
+                cause.add_note(f"another worker: {str(error).strip().splitlines()[-1:]}")
+        return cause
+
+
+def settle(
+    policy_refs: Sequence[object], generation_refs: Sequence[object], *, timeout_s: float
+) -> StepFailure:
+    """Waits until the step has ended on every worker, or for `timeout_s`."""
+    refs = [ref for ref in (*policy_refs, *generation_refs) if isinstance(ref, ObjectRef)]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+    return StepFailure(
+        policy=tuple(_answer_of(ref) for ref in policy_refs),
+        engines=tuple(_answer_of(ref) for ref in generation_refs),
+    )
+
+
+def is_echo(error: Exception) -> bool:
+    """Whether a worker failed only because it heard that, or saw how, another one did."""
+    if isinstance(error, EngineStepFailed):
+        return error.echo
+    return isinstance(error, PeerFailed | PeerLost)
+
+
+def _answer_of(ref: object) -> object:
+    if not isinstance(ref, ObjectRef):
+        return None
+    try:
+        return ray.get(ref, timeout=0)
+    except Exception as error:
+        return error

@@ -1,0 +1,101 @@
+"""Ties a run's trainer and engines to what the controller asks of them."""
+
+from __future__ import annotations
+
+from ray.actor import ActorProxy
+
+from rollsync.pure.config import MasterConfig
+from rollsync.shell.grpo.worker import GrpoPolicyWorker, GrpoTrainerClient
+from rollsync.shell.journal import EngineChanged, Journal, SyncRetried
+from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
+from rollsync.shell.refit.generation import SamplingSettings
+from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
+from rollsync.shell.rollout.clients import GeneratedCompletion, GenerationRequest, Verifier
+from rollsync.shell.rollout.controller import RunClients
+from rollsync.shell.run.fleet import EngineFleet, EngineNotice
+from rollsync.shell.run.fleet_sync import FleetSync
+from rollsync.shell.run.tokenizer import PolicyTokenizer
+
+
+class EngineClient:
+    """The engines, as the rollout pump asks them.
+
+    Args:
+        fleet: the engines.
+        end_token_id: the token that ends a completion.
+    """
+
+    def __init__(self, fleet: EngineFleet, *, end_token_id: int) -> None:
+        self._fleet = fleet
+        self._end_token_id = end_token_id
+
+    async def generate(self, request: GenerationRequest) -> GeneratedCompletion:
+        """See `rollsync.shell.rollout.clients.GenerationClient`."""
+        sampling = SamplingSettings(
+            max_new_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            stop_token_ids=(self._end_token_id,),
+        )
+        (completion,) = await self._fleet.generate(
+            request.prompt_token_ids, sampling, seed=request.seed
+        )
+        return GeneratedCompletion(
+            token_ids=completion.token_ids,
+            log_probabilities=completion.logprobs,
+            finished=completion.finish_reason == "stop",
+            weight_version=completion.weight_version,
+        )
+
+
+def connect(
+    config: MasterConfig,
+    *,
+    policy: ActorProxy[GrpoPolicyWorker],
+    fleet: EngineFleet,
+    tokenizer: PolicyTokenizer,
+    verifier: Verifier,
+    journal: Journal,
+) -> tuple[FleetSync, RunClients]:
+    """The sync between a trainer and its engines, and all that the controller works with."""
+    trainer = GrpoTrainerClient(policy)
+    group = GenerationGroup([])
+    sync = FleetSync(
+        fleet,
+        group=group,
+        synchronizer=CheckpointEngineWeightSynchronizer(
+            PolicyGroup([policy]),
+            group,
+            {
+                "backend": config.checkpoint_engine.backend,
+                "update_weights_bucket_memory_ratio": (
+                    config.checkpoint_engine.update_weights_bucket_memory_ratio
+                ),
+                "engine_kwargs": config.checkpoint_engine.engine_kwargs,
+            },
+        ),
+        trainer=trainer,
+        retried=lambda version, why: journal.write(SyncRetried(weight_version=version, why=why)),
+    )
+    clients = RunClients(
+        trainer=trainer,
+        load_trainer=trainer.load,
+        generation=EngineClient(fleet, end_token_id=tokenizer.end_token_id),
+        sync=sync,
+        codec=tokenizer,
+        verifier=verifier,
+        fleet=fleet,
+    )
+    return sync, clients
+
+
+def noted(notice: EngineNotice) -> EngineChanged:
+    """What the journal says of an engine that is good for something else than before."""
+    return EngineChanged(
+        engine=notice.engine,
+        was=None if notice.was is None else notice.was.value,
+        now=notice.now.value,
+        why=notice.why,
+        weight_version=notice.weight_version,
+        pid=None if notice.probe is None else notice.probe.pid,
+        host=None if notice.probe is None else notice.probe.host,
+    )

@@ -1,0 +1,193 @@
+"""Syncs of a fleet whose engines come and go.
+
+Rule kept here: each attempt's outcome is noted for every engine that took part before anything else
+is decided, from what the engine itself says of its weights; and a sync that failed because of an
+engine is tried again without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from ray.exceptions import RayActorError
+
+from rollsync.pure.refit.fleet.decisions import (
+    RetrySync,
+    SyncDone,
+    after_sync,
+    may_sync,
+    takes_part,
+)
+from rollsync.pure.refit.fleet.events import (
+    ActorDied,
+    EngineSynced,
+    EngineSyncFailed,
+    SyncClosed,
+    SyncStarted,
+)
+from rollsync.pure.refit.lifecycle import Poisoned, Serving
+from rollsync.shell.grpo.worker import trainer_lost
+from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
+from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.report import SyncReport, WorkerTransfer
+from rollsync.shell.refit.step_failure import is_echo
+from rollsync.shell.refit.worker_group import GenerationGroup
+from rollsync.shell.rollout.clients import SyncFigures, TrainerClient
+from rollsync.shell.run.fleet import EngineFleet, engines_lost, is_death, reason_of
+
+Retried = Callable[[int, str], None]
+"""Told of a sync that is tried again: its version, and why the last attempt failed."""
+
+
+class FleetSync:
+    """Brings the engines of a fleet to the trainer's weights; see
+    `rollsync.shell.rollout.clients.WeightSync`.
+
+    Args:
+        fleet: the engines.
+        group: the face of them that `synchronizer` drives; it is told who takes part.
+        synchronizer: moves the weights; its calls block.
+        trainer: says which version its weights are.
+        retried: told of every further attempt.
+    """
+
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        *,
+        group: GenerationGroup,
+        synchronizer: CheckpointEngineWeightSynchronizer,
+        trainer: TrainerClient,
+        retried: Retried = lambda version, why: None,
+    ) -> None:
+        self._fleet = fleet
+        self._group = group
+        self._synchronizer = synchronizer
+        self._trainer = trainer
+        self._retried = retried
+        self._connected: tuple[str, ...] = ()
+        self._failed = False
+
+    async def shutdown(self) -> None:
+        """Release what the connection holds."""
+        await asyncio.to_thread(self._synchronizer.shutdown)
+
+    async def __call__(self) -> SyncFigures:
+        """Move the weights, over as many attempts as there are engines that break one."""
+        began_s = time.perf_counter()
+        while True:
+            engines = await self._next_engines()
+            version = self._trainer.trainer_version
+            while True:
+                self._fleet.apply(SyncStarted(version, engines))
+                outcome = await self._attempt(version, engines)
+                decided = after_sync(self._fleet.state)
+                if not isinstance(decided, RetrySync):
+                    break
+                engines = decided.engines
+                assert not isinstance(outcome, SyncFigures), "what went well is not tried again"
+                self._retried(version, reason_of(outcome))
+            sync = self._fleet.state.sync
+            assert sync is not None
+            self._fleet.apply(SyncClosed())
+            if self._fleet.state.lost is not None:
+                raise engines_lost(self._fleet.state.lost)
+            if isinstance(decided, SyncDone):
+                seconds = time.perf_counter() - began_s
+                return self._figures(version, outcome, seconds)
+            assert not isinstance(outcome, SyncFigures)
+            if not set(sync.engines) & set(sync.blamed):
+                # Engines' deaths are dealt with by now: an actor that is gone is the trainer's.
+                if isinstance(outcome, RayActorError):
+                    raise trainer_lost(outcome) from outcome
+                raise outcome
+
+    async def _next_engines(self) -> tuple[str, ...]:
+        """Who takes part in the sync that begins now; waits until somebody can."""
+        await self._fleet.until(lambda state: state.lost is not None or may_sync(state))
+        if self._fleet.state.lost is not None:
+            raise engines_lost(self._fleet.state.lost)
+        return takes_part(self._fleet.state)
+
+    async def _attempt(self, version: int, engines: tuple[str, ...]) -> SyncFigures | Exception:
+        """One attempt, with its outcome for every engine noted."""
+        began_s = time.perf_counter()
+        try:
+            report = await asyncio.to_thread(self._transfer, engines)
+        except Exception as error:
+            self._failed = True
+            await self._note_failure(version, engines, error)
+            return error
+        if report.weight_version != version:
+            differs = RefitError(
+                f"the engines say that they serve weight version {report.weight_version}, and the"
+                f" trainer is at {version}"
+            )
+            for name in engines:
+                self._fleet.apply(EngineSyncFailed(name, differs.message, own=False))
+            return differs
+        for name in engines:
+            self._fleet.apply(EngineSynced(name))
+        return SyncFigures(
+            weight_version=version,
+            bytes=report.payload_bytes,
+            seconds=time.perf_counter() - began_s,
+        )
+
+    def _transfer(self, engines: tuple[str, ...]) -> SyncReport:
+        """Connects to these engines if others were connected, and moves the weights. Blocks."""
+        if self._failed or engines != self._connected:
+            self._group.use([self._fleet.actors[name] for name in engines])
+            if self._connected or self._failed:
+                self._synchronizer.reconnect()
+            else:
+                self._synchronizer.init_communicator()
+            self._connected = engines
+            self._failed = False
+        return self._synchronizer.sync_weights()
+
+    async def _note_failure(self, version: int, engines: Sequence[str], error: Exception) -> None:
+        """Ask each engine what it holds now: an attempt may have failed after some had it all."""
+        failure = self._synchronizer.last_failure
+        answers: Sequence[object] = () if failure is None else failure.engines
+        if len(answers) != len(engines):
+            answers = [None] * len(engines)
+        probes = await asyncio.gather(*(self._fleet.probe(name) for name in engines))
+        for name, answer, missed in zip(engines, answers, probes, strict=True):
+            if isinstance(missed, ActorDied):
+                self._fleet.apply(missed)
+                continue
+            if missed is not None:
+                self._fleet.apply(EngineSyncFailed(name, "it did not answer after it", own=True))
+                continue
+            if isinstance(answer, Exception) and is_death(answer):
+                self._fleet.apply(ActorDied(name, reason_of(answer)))
+                continue
+            probe = self._fleet.last_probe(name)
+            state = None if probe is None else probe.state
+            if isinstance(state, Serving) and state.version == version:
+                self._fleet.apply(EngineSynced(name))
+                continue
+            own = not is_echo(answer) if isinstance(answer, Exception) else answer is False
+            cause = state.cause if isinstance(state, Poisoned) else reason_of(error)
+            self._fleet.apply(EngineSyncFailed(name, cause, own=own))
+
+    def _figures(
+        self, version: int, outcome: SyncFigures | Exception, seconds: float
+    ) -> SyncFigures:
+        """Of a sync that is done: also when it failed for an engine that is left out now."""
+        if isinstance(outcome, SyncFigures):
+            return outcome
+        failure = self._synchronizer.last_failure
+        loaded = 0 if failure is None else sum(_payload_bytes(failure.engines))
+        return SyncFigures(weight_version=version, bytes=loaded, seconds=seconds)
+
+
+def _payload_bytes(answers: Sequence[object]) -> Iterator[int]:
+    for answer in answers:
+        if isinstance(answer, WorkerTransfer):
+            yield answer.payload_bytes
+        elif isinstance(answer, list | tuple):
+            yield from _payload_bytes(answer)

@@ -1,0 +1,133 @@
+"""A trainer and an engine that kill their own process where an order says so.
+
+An order is a file named after the moment. Whoever takes it away first carries it out, so each
+order costs one process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from rollsync.pure.config import MasterConfig
+from rollsync.shell.grpo import StepMetrics, TrainingRow
+from rollsync.shell.grpo.trainer import GrpoTrainer
+from rollsync.shell.grpo.worker import GrpoPolicyWorker
+from rollsync.shell.refit.generation import Completion, SamplingSettings
+from rollsync.shell.refit.refit_receiver import Batch, ModelUpdate
+from rollsync.shell.refit.torch_generation import TorchGenerationWorker
+from rollsync.shell.refit.torch_update import TorchModelUpdate
+
+GENERATING = "generating"
+LOADING = "loading"
+FINISHING = "finishing"
+SETTING_UP = (
+    "finalize_checkpoint_engine",
+    "init_checkpoint_engine",
+    "prepare_checkpoint_engine",
+    "init_checkpoint_engine_process_group",
+    "update_weights_from_checkpoint_engine",
+)
+ENGINE_MOMENTS = (GENERATING, *SETTING_UP, LOADING, FINISHING)
+GRADIENTS = "gradients"
+COMMITTING = "committing"
+SENDING = "sending"
+SAVING = "saving"
+POLICY_MOMENTS = (GRADIENTS, COMMITTING, SENDING, SAVING)
+
+
+def order(orders: Path, moment: str) -> None:
+    """Have the next process at `moment` kill itself."""
+    (orders / moment).touch()
+
+
+def obey(orders: Path, moment: str) -> None:
+    """Die if it is ordered."""
+    try:
+        (orders / moment).unlink()
+    except FileNotFoundError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillableEngine(TorchGenerationWorker):
+    """A torch engine that obeys."""
+
+    def __init__(self, model: str, *, orders: Path) -> None:
+        super().__init__(model, workers_on_host=4, threads=1)
+        self._orders = orders
+        self._receiver._make_update = lambda: _KillableUpdate(self._model, orders)
+
+    async def checkpoint_engine_rpc_async(
+        self, checkpoint_method: str, method_args: tuple[object, ...] = ()
+    ) -> object:
+        obey(self._orders, checkpoint_method)
+        return await super().checkpoint_engine_rpc_async(checkpoint_method, method_args)
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingSettings,
+        *,
+        seed: int,
+        weight_version: int | None = None,
+    ) -> list[Completion]:
+        async with self._gate.request():
+            obey(self._orders, GENERATING)
+        return await super().generate(
+            prompt_token_ids, sampling, seed=seed, weight_version=weight_version
+        )
+
+
+class _KillableUpdate(TorchModelUpdate, ModelUpdate):
+    def __init__(self, model: torch.nn.Module, orders: Path) -> None:
+        super().__init__(model)
+        self._orders = orders
+
+    def load(self, batch: Batch, /) -> None:
+        super().load(batch)
+        obey(self._orders, LOADING)
+
+    def finish(self) -> None:
+        super().finish()
+        obey(self._orders, FINISHING)
+
+
+class _KillableTrainer(GrpoTrainer):
+    def obey_from_now_on(self, orders: Path) -> None:
+        self._orders = orders
+
+    def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
+        obey(self._orders, GRADIENTS)
+        return super().compute_gradients(groups)
+
+    def apply_gradients(self) -> None:
+        super().apply_gradients()
+        obey(self._orders, COMMITTING)
+
+    def save(self, directory: Path) -> None:
+        super().save(directory)
+        obey(self._orders, SAVING)
+
+
+class KillablePolicy(GrpoPolicyWorker):
+    """The trainer, obeying."""
+
+    def __init__(self, config: MasterConfig, *, orders: Path) -> None:
+        super().__init__(config, workers_on_host=4)
+        self._orders = orders
+        trainer = _KillableTrainer(
+            config.model.path, config.grpo, temperature=config.generation.temperature, threads=1
+        )
+        trainer.obey_from_now_on(orders)
+        self._trainer = trainer
+
+    def iter_refit_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        for number, weight in enumerate(super().iter_refit_weights()):
+            if number == 1:
+                obey(self._orders, SENDING)
+            yield weight
