@@ -36,7 +36,7 @@ class RollsyncError(Exception):
     @classmethod
     def _bare(cls, args: tuple[object, ...]) -> Self:
         # `cls.__new__` may be RuntimeError's, which refuses to make what is an OSError as well.
-        layout = next(base for base in (OSError, Exception) if issubclass(cls, base))
+        layout = OSError if OSError in cls.__mro__ else Exception
         error: Self = layout.__new__(cls)
         error.args = args
         return error

@@ -38,6 +38,7 @@ from rollsync.shell.rollout.bundle_writer import BundleWriter
 from rollsync.shell.rollout.cell import StateCell
 from rollsync.shell.rollout.clients import (
     Codec,
+    EnginesLost,
     FleetWatch,
     GenerationClient,
     SteadyFleet,
@@ -252,8 +253,7 @@ class RolloutController:
             if training.done():
                 end = training.result()
             elif lost.done():
-                await self._save_last(training, "engines are lost", until_s=None)
-                raise lost.result()
+                end = await self._end_without_engines(training, lost.result())
             elif asked.done():
                 end = await self._save_last(training, "asked to stop", until_s=None)
             else:
@@ -262,6 +262,17 @@ class RolloutController:
             for task in (rollouts, *ends):
                 task.cancel()
         return end
+
+    async def _end_without_engines(
+        self, training: asyncio.Task[TrainingEnd], lost: EnginesLost
+    ) -> TrainingEnd:
+        """Let the step that is being trained end, save, and raise; unless it was the last."""
+        self._training.stop_after_step()
+        await asyncio.wait((training,))
+        if training.result().completed:
+            return training.result()
+        await self._save_last(training, "engines are lost", until_s=None)
+        raise lost
 
     async def _save_last(
         self, training: asyncio.Task[TrainingEnd], why: str, *, until_s: float | None
