@@ -12,6 +12,8 @@ from rpds import HashTrieSet
 from rollsync.codecs import encode
 from rollsync.codecs.envelope import seal
 from rollsync.shell.cli import main
+from rollsync.shell.journal import EngineChanged, Journal, Resumed, SyncRetried
+from rollsync.shell.run.saved import JOURNAL
 from tests.codecs.samples.rollout_state import FULL
 
 STATE = encode(FULL)
@@ -119,3 +121,34 @@ def test_an_empty_lock_file_is_no_damage(tmp_path: Path) -> None:
     assert main(["inspect", str(tmp_path)]) == 0
     (tmp_path / "manifest.bin").touch()
     assert main(["inspect", str(tmp_path)]) == 1
+
+
+def test_a_journal_is_told_in_words_and_a_run_directory_tells_of_its_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal(tmp_path / JOURNAL)
+    journal.write(Resumed(train_steps=0, source=None))
+    journal.write(
+        EngineChanged(
+            engine="engine-1",
+            was="healthy",
+            now="dead",
+            why="it did not answer 6 probes",
+            weight_version=None,
+            pid=17,
+            host="node-b",
+        )
+    )
+    journal.write(SyncRetried(weight_version=3, why="engine-1 is gone"))
+    journal.close()
+    engines = [
+        "engine  engine-1 is dead, was healthy, process 17 on node-b: it did not answer 6 probes",
+        "sync    weight version 3 is tried again: engine-1 is gone",
+    ]
+    assert main(["inspect", str(tmp_path / JOURNAL)]) == 0
+    assert capsys.readouterr().out.splitlines() == ["start   a fresh run", *engines]
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == engines
+    assert main(["inspect", "--json", str(tmp_path / JOURNAL)]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [entry["type"] for entry in entries] == ["resumed", "engine_changed", "sync_retried"]

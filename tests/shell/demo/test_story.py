@@ -22,7 +22,8 @@ from rollsync.shell.journal import (
     StepTrained,
     WeightsSynced,
 )
-from rollsync.shell.run.display import RunDisplay, line_of
+from rollsync.shell.run.display import RunDisplay
+from rollsync.shell.run.journal_lines import line_of
 
 MOMENT = KillMoment(from_step=2, latest_step=4)
 

@@ -13,7 +13,8 @@ To add a command NAME:
 
    `run` returns the exit code: 0 for done, 1 for a finished job whose answer is "no" (damage
    found, account not closed, states differ). It raises a `RollsyncError` for what the user can
-   put right; that is printed as one line and its remedy, without a traceback, with exit code 2.
+   put right; that is printed as one line and its remedy, without a traceback, with exit code 2
+   (or the error's own `exit_code`).
    Import torch, ray and vllm inside `run` or in modules that only `run` imports.
 2. add a loader and a row to `rollsync.shell.cli.registry`; the help of the row is what
    `rollsync --help` shows. mypy checks the module's two functions through the loader.

@@ -1,5 +1,7 @@
 """`rollsync inspect PATH`: what is in a file, or in the files of a directory.
 
+A journal is printed in words; with a run directory, what happened to its generation engines.
+
 Reads only. Needs neither torch nor ray nor vllm. Exit code 1 when a rollsync file is damaged.
 """
 
@@ -15,7 +17,10 @@ from returns.pipeline import is_successful
 
 from rollsync.codecs import Header, decode_any, describe, read_header
 from rollsync.codecs.view import view
-from rollsync.shell.files import UnreadableFile, is_ours, read_if_ours
+from rollsync.shell.files import UnreadableFile, is_ours, read_bytes, read_if_ours
+from rollsync.shell.journal import EngineChanged, SyncRetried, read_journal
+from rollsync.shell.run.journal_lines import line_of
+from rollsync.shell.run.saved import JOURNAL
 
 _SHOWN_ENTRIES = 20
 _OTHER = "other"
@@ -43,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     as_json: bool = args.json
     if path.is_dir():
         return _inspect_directory(path, as_json)
+    if path.name == JOURNAL:
+        return _inspect_journal(path, as_json)
     return _inspect_file(path, as_json)
 
 
@@ -64,6 +71,16 @@ def _inspect_file(path: Path, as_json: bool) -> int:
         else:
             print(f"{path}: {summary.problem}")
     return 0 if is_successful(result) else 1
+
+
+def _inspect_journal(path: Path, as_json: bool) -> int:
+    read_bytes(path)
+    entries = list(read_journal(path))
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(entries), ensure_ascii=False, indent=2))
+    else:
+        print("\n".join(map(line_of, entries)))
+    return 0
 
 
 def _header_lines(header: Header) -> Iterator[str]:
@@ -101,6 +118,9 @@ def _inspect_directory(directory: Path, as_json: bool) -> int:
     else:
         for line in _table(summaries):
             print(line)
+        for entry in read_journal(directory / JOURNAL):
+            if isinstance(entry, EngineChanged | SyncRetried):
+                print(line_of(entry))
     return 1 if any(summary.problem for summary in summaries) else 0
 
 

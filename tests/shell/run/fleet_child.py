@@ -1,0 +1,90 @@
+"""A process that carries on a run and kills by chance: its engines, and now and then itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import ray
+
+from rollsync.pure.refit.fleet.state import EnginePhase
+from rollsync.shell.config import read_config
+from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained
+from rollsync.shell.rollout.clients import WorkersLost
+from tests.shell.refit.conftest import ENVIRONMENT
+from tests.shell.run.fleet_runs import run_here
+from tests.shell.run.killable import ENGINE_MOMENTS, order
+
+ENGINE_KILL, OWN_KILL = 1 / 12, 1 / 600
+"""How probable each is: of an engine after a step, of this process after an entry."""
+
+
+class KillByChance:
+    """Stops the run after `last_step`, and until then kills.
+
+    Args:
+        rng: chance.
+        orders: where orders to engines go.
+        last_step: where the run ends.
+        own: whether this process may be killed too.
+    """
+
+    def __init__(self, rng: random.Random, orders: Path, *, last_step: int, own: bool) -> None:
+        self._rng = rng
+        self._orders = orders
+        self._last_step = last_step
+        self._own = own
+        self._pids: dict[str, int] = {}
+
+    def __call__(self, entry: JournalEntry) -> bool:
+        if self._own and self._rng.random() < OWN_KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if isinstance(entry, EngineChanged):
+            if entry.now == EnginePhase.HEALTHY and entry.pid is not None:
+                self._pids[entry.engine] = entry.pid
+            elif entry.now == EnginePhase.DEAD:
+                self._pids.pop(entry.engine, None)
+        if not isinstance(entry, StepTrained):
+            return False
+        others = len(self._pids) > 1 and not any(self._orders.iterdir())
+        if others and self._rng.random() < ENGINE_KILL:
+            self._kill_one()
+        return entry.step >= self._last_step
+
+    def _kill_one(self) -> None:
+        moment = self._rng.choice(("idle", *ENGINE_MOMENTS))
+        if moment == "idle":
+            os.kill(self._rng.choice(sorted(self._pids.values())), signal.SIGKILL)
+        else:
+            order(self._orders, moment)
+
+
+def main(config_path: str, orders: str, last_step: str, seed: str) -> int:
+    """Carry the run on, with chance from `seed`. Every fourth process is not killed."""
+    config = read_config(Path(config_path))
+    ray.init(
+        address=config.cluster.address,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": ENVIRONMENT},
+    )
+    director = KillByChance(
+        random.Random(int(seed)),
+        Path(orders),
+        last_step=int(last_step),
+        own=int(seed) % 4 != 3,
+    )
+    try:
+        run_here(config, Path(orders), director)
+    except WorkersLost as lost:
+        print(lost, file=sys.stderr)
+        return lost.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
