@@ -72,8 +72,9 @@ def test_what_is_wrong_is_named(section: str, key: str, value: object) -> None:
     assert all(path.startswith(section) for path in refused.value.paths)
 
 
-def test_a_bucket_ratio_outside_its_range_is_refused() -> None:
-    wrong = settings() | {"checkpoint_engine": {"update_weights_bucket_memory_ratio": 1.0}}
+@pytest.mark.parametrize("ratio", [1.0, 0.0, 1e-320, -0.5])
+def test_a_bucket_ratio_outside_its_range_is_refused(ratio: float) -> None:
+    wrong = settings() | {"checkpoint_engine": {"update_weights_bucket_memory_ratio": ratio}}
     with pytest.raises(ConfigError, match="checkpoint_engine"):
         parse(wrong)
 
@@ -131,8 +132,33 @@ def test_a_buffer_that_would_stop_the_sampler_is_refused() -> None:
 def test_a_missing_file_and_broken_yaml_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml"):
         read_config(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="not YAML"):
+    with pytest.raises(ConfigError, match=r"run\.yaml is not YAML: line 1, column") as refused:
         parse_config(b"run: [", source="run.yaml")
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match="not YAML") as refused:
+        parse_config(b"run: \x00", source="run.yaml")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!timestamp x",
+        "2001-99-99",
+        "2001-01-01",
+        "!!int x",
+        "!!bool maybe",
+        "!!float x",
+        "!!binary x",
+        "!!python/name:os.system",
+        "1" * 5000,
+    ],
+)
+def test_a_value_that_yaml_cannot_read_is_named_by_its_path(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml: run\.seed: .*line 2") as refused:
+        parse_config(f"run:\n  seed: {value}\n".encode(), source="run.yaml")
+    assert refused.value.paths == ("run.seed",)
+    assert "NoneType" not in str(refused.value)
 
 
 def test_a_key_given_twice_is_refused() -> None:

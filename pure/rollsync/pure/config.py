@@ -102,7 +102,8 @@ class CheckpointEngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     backend: Name = "shm"
     """A built-in engine's name, or `module:ClassName`."""
-    update_weights_bucket_memory_ratio: Annotated[float, Meta(gt=0, lt=1)] = 0.01
+    update_weights_bucket_memory_ratio: Annotated[float, Meta(ge=1e-9, lt=1)] = 0.01
+    """A smaller share would be less than the smallest bucket of any machine there is."""
     engine_kwargs: dict[str, dict[str, Scalar]] = {}
 
 

@@ -15,6 +15,10 @@ from rollsync.shell.errors import RollsyncError
 
 _MSGSPEC_PATH = re.compile(r"^(?P<reason>.*?) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 
+_SCALARS = frozenset(
+    f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null")
+)
+
 
 class ConfigError(RollsyncError):
     """A configuration file that cannot be used. `paths` names the settings at fault."""
@@ -62,7 +66,7 @@ def at_address(config: MasterConfig, address: str | None) -> MasterConfig:
 def parse_config(text: bytes, *, source: str) -> MasterConfig:
     """Decode YAML bytes; `source` names them in errors. Raises as `read_config` does."""
     try:
-        _refuse_repeated_keys(text, source)
+        _look_through(text, source)
         config = msgspec_yaml.decode(text, type=MasterConfig)
     except msgspec.ValidationError as error:
         found = _MSGSPEC_PATH.match(str(error))
@@ -74,7 +78,9 @@ def parse_config(text: bytes, *, source: str) -> MasterConfig:
             paths=(path,),
         ) from error
     except (msgspec.DecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{source} is not YAML: {error}", remedy="correct the file") from error
+        raise ConfigError(
+            f"{source} is not YAML: {_in_a_line(error)}", remedy="correct the file"
+        ) from error
     wrong = impossible(config)
     if wrong:
         raise ConfigError(
@@ -85,8 +91,19 @@ def parse_config(text: bytes, *, source: str) -> MasterConfig:
     return config
 
 
-def _refuse_repeated_keys(text: bytes, source: str) -> None:
-    """YAML would keep the last of two equal keys in silence."""
+def _in_a_line(error: Exception) -> str:
+    """What a parser of YAML says over several lines, with a picture of the place."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def _look_through(text: bytes, source: str) -> None:
+    """Refuse what YAML itself would take in silence, or not be able to make a value of.
+
+    Of two equal keys it keeps the last; and what a tag promises, a text need not be.
+    """
     pending: list[tuple[str, yaml.Node | None]] = [("", yaml.compose(text, yaml.SafeLoader))]
     seen: set[int] = set()  # An alias may lead back to where it stands.
     while pending:
@@ -94,7 +111,9 @@ def _refuse_repeated_keys(text: bytes, source: str) -> None:
         if node is None or id(node) in seen:
             continue
         seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
+        if isinstance(node, yaml.ScalarNode):
+            _check_scalar(node, path, source)
+        elif isinstance(node, yaml.SequenceNode):
             pending.extend((path, item) for item in node.value)
         elif isinstance(node, yaml.MappingNode):
             keys: set[str] = set()
@@ -109,3 +128,20 @@ def _refuse_repeated_keys(text: bytes, source: str) -> None:
                     )
                 keys.add(name)
                 pending.append((inner, value))
+
+
+def _check_scalar(node: yaml.ScalarNode, path: str, source: str) -> None:
+    if node.tag not in _SCALARS:
+        kind = node.tag.rpartition(":")[2]
+        problem = f"{node.value!r} is read as a {kind}, which no setting is"
+    else:
+        try:
+            yaml.constructor.SafeConstructor().construct_object(node)
+            return
+        except (ValueError, KeyError):
+            problem = f"{node.value!r} is not what its tag {node.tag.rpartition(':')[2]} says"
+    raise ConfigError(
+        f"{source}: {path or 'top level'}: {problem} (line {node.start_mark.line + 1})",
+        remedy="correct the value, or quote it if it is a text",
+        paths=(path,),
+    )

@@ -220,7 +220,10 @@ def test_an_unknown_model_type_is_refused(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--tp", "0"], ["--tp", "x"], ["--memory-gib", "-1"], ["--link-gb-per-s", "inf"]]
+    "arguments",
+    [["--tp", "0"], ["--tp", "x"], ["--memory-gib", "-1"]]
+    + [["--link-gb-per-s", speed] for speed in ("inf", "nan", "0", "1e-320", "1e308")]
+    + [["--host-gb-per-s", "1e-320"]],
 )
 def test_numbers_that_are_none_are_refused_by_the_parser(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]

@@ -29,11 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The demo; 1 if the account does not close."""
-    from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
+    from rollsync.shell.cli._console import CommandConsole
+
     disable_progress_bar()
-    console = Console()
+    console = CommandConsole()
     directory: Path = args.directory or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     return tell(console, directory.absolute(), args.generation)
 
@@ -53,8 +54,10 @@ def tell(console: Console, directory: Path, generation: Literal["vllm", "torch"]
     follower = story.JournalFollower(directory / JOURNAL)
     steps = config.grpo.max_steps
     console.print(f"2. A run of {steps} steps, until it is killed inside one")
-    child = story.RunningChild(config_file, directory / "first-run.log")
-    with RunDisplay(console, title="first run") as display:
+    with (
+        story.RunningChild(config_file, directory / "first-run.log") as child,
+        RunDisplay(console, title="first run") as display,
+    ):
         moment = story.KillMoment(from_step=max(2, steps // 3), latest_step=steps - 2)
         step, processes = story.run_until_killed(child, follower, moment, display.show)
     console.print(f"   SIGKILL to {processes} processes inside training step {step}")
@@ -62,8 +65,10 @@ def tell(console: Console, directory: Path, generation: Literal["vllm", "torch"]
     for line in story.plan_lines(read_saved(directory)):
         console.print(f"   {line}", highlight=False, soft_wrap=True)
     console.print("4. The same command again: it resumes, and finishes")
-    child = story.RunningChild(config_file, directory / "second-run.log")
-    with RunDisplay(console, title="second run") as display:
+    with (
+        story.RunningChild(config_file, directory / "second-run.log") as child,
+        RunDisplay(console, title="second run") as display,
+    ):
         story.run_to_the_end(child, follower, display.show)
     console.print("5. The account, read from disk")
     result, lines = story.account_lines(directory)

@@ -37,12 +37,19 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
     `SystemExit`, as argparse does.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:
+        # The shell closed it (`>&-`).
+        sys.stdout = open(_nowhere(), "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A file name may have bytes that are no text in the terminal's encoding.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        return _run(arguments, commands)
+        try:
+            return _run(arguments, commands)
+        finally:
+            # Here, and not when Python ends, where nobody could handle what goes wrong with it.
+            sys.stdout.flush()
     except RollsyncError as error:
         # The attributes and not str(): an error that came through a Ray call also derives from
         # Ray's own class, whose text is the remote traceback.
@@ -59,14 +66,15 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (head, less) has gone.
+        _drop_output()
         return 0
     except OSError as error:
         # Whatever a file system refuses: a name too long, a file where a directory belongs.
         lines = str(error).splitlines()
         reason = error.strerror or (lines[0] if lines else type(error).__name__)
         where = f"{error.filename}: " if error.filename is not None else ""
+        _drop_output()
         return _refuse(f"{where}{reason}", "put right what the message names, and try again")
 
 
@@ -90,6 +98,18 @@ def _run(arguments: list[str], commands: Sequence[Command]) -> int:
         parser.print_help()
         return 2
     return chosen.run(args)
+
+
+def _drop_output() -> None:
+    """Let nothing more be written to where nothing can be: Python would complain at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(_nowhere(), sys.stdout.fileno())
+
+
+def _nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 def _refuse(message: str, remedy: str, exit_code: int = RollsyncError.exit_code) -> int:

@@ -14,7 +14,6 @@ from typing import TypeVar
 import msgspec
 from returns.pipeline import is_successful
 from returns.result import Result
-from rich.console import Console
 from rich.table import Table
 
 from rollsync.pure.refit import (
@@ -27,10 +26,13 @@ from rollsync.pure.refit import (
 )
 from rollsync.pure.refit.estimate import Links, RefitEstimate, RouteEstimate, estimate_refit
 from rollsync.pure.refit.parallel import Parallelism, Shards, plan_shards, whole_model
+from rollsync.shell.cli._console import CommandConsole
 from rollsync.shell.cli._model_files import ModelFiles, PlanRefused, read_model
 
 _GIB = 1024**3
 _GB = 1e9
+_SLOWEST_GB_PER_S, _FASTEST_GB_PER_S = 1e-6, 1e6
+"""Beyond these no link is, and no time that could be told from none or from for ever."""
 _SHOWN_ROUTES = 64
 _WIDTH = 120
 
@@ -94,12 +96,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     links = parser.add_argument_group("links")
     links.add_argument(
         "--link-gb-per-s",
-        type=_above_zero,
+        type=_gigabytes_per_s,
         default=50.0,
         help="GB/s of a worker between hosts (50)",
     )
     links.add_argument(
-        "--host-gb-per-s", type=_above_zero, help="GB/s inside a host (default: as between hosts)"
+        "--host-gb-per-s",
+        type=_gigabytes_per_s,
+        help="GB/s inside a host (default: as between hosts)",
     )
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
 
@@ -193,7 +197,7 @@ def _sites(options: PlanOptions, shards: Shards) -> Sites:
 
 def _print(model: ModelFiles, options: PlanOptions, estimate: RefitEstimate) -> None:
     # Rich takes a pipe for 80 columns, which would break the rows.
-    console = Console(
+    console = CommandConsole(
         file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False
     )
     console.print(_summary(model, options, estimate))
@@ -290,6 +294,15 @@ def _memory_gib(text: str) -> float:
     value = _above_zero(text)
     if value * _GIB == float("inf"):
         raise argparse.ArgumentTypeError(f"{text} GiB are more bytes than can be counted")
+    return value
+
+
+def _gigabytes_per_s(text: str) -> float:
+    value = float(text)
+    if not _SLOWEST_GB_PER_S <= value <= _FASTEST_GB_PER_S:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not between {_SLOWEST_GB_PER_S:g} and {_FASTEST_GB_PER_S:g}"
+        )
     return value
 
 

@@ -17,13 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run until the steps are trained, or until asked to stop; then 0."""
-    from rich.console import Console
-
+    from rollsync.shell.cli._console import CommandConsole
     from rollsync.shell.config import at_address, read_config
     from rollsync.shell.run.display import RunDisplay
 
     config = at_address(read_config(args.config), args.address)
-    console = Console()
+    console = CommandConsole()
     with RunDisplay(console, title=str(args.config)) as display:
         # Imported late: torch, Ray and transformers take seconds, and a wrong file should not.
         from rollsync.shell.run.launch import run_config

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 
 import psutil
 from msgspec import Struct
@@ -63,7 +64,7 @@ def step_to_kill_in(moment: KillMoment, seen: list[JournalEntry]) -> int | None:
 
 
 class RunningChild:
-    """`rollsync run` as a child process.
+    """`rollsync run` as a child process, which does not outlive a `with` over it.
 
     Args:
         config_file: what it runs.
@@ -80,6 +81,19 @@ class RunningChild:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def __enter__(self) -> RunningChild:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # It is in a session of its own, where no Ctrl-C reaches it.
+        if self.is_running():
+            self.kill()
 
     @property
     def pid(self) -> int:
