@@ -19,12 +19,14 @@ from tests.shell.refit.conftest import ENVIRONMENT
 from tests.shell.run.fleet_runs import run_here
 from tests.shell.run.killable import ENGINE_MOMENTS, order
 
-ENGINE_KILL, OWN_KILL = 1 / 12, 1 / 600
+ENGINE_KILL, OWN_KILL = 1 / 6, 1 / 1200
 """How probable each is: of an engine after a step, of this process after an entry."""
+ENOUGH = 3
+"""Engines that a process which comes to the end has seen die."""
 
 
 class KillByChance:
-    """Stops the run after `last_step`, and until then kills.
+    """Stops the run after `last_step`, when it has killed enough; until then it kills.
 
     Args:
         rng: chance.
@@ -39,6 +41,7 @@ class KillByChance:
         self._last_step = last_step
         self._own = own
         self._pids: dict[str, int] = {}
+        self._deaths = 0
 
     def __call__(self, entry: JournalEntry) -> bool:
         if self._own and self._rng.random() < OWN_KILL:
@@ -48,12 +51,13 @@ class KillByChance:
                 self._pids[entry.engine] = entry.pid
             elif entry.now == EnginePhase.DEAD:
                 self._pids.pop(entry.engine, None)
+                self._deaths += 1
         if not isinstance(entry, StepTrained):
             return False
         others = len(self._pids) > 1 and not any(self._orders.iterdir())
         if others and self._rng.random() < ENGINE_KILL:
             self._kill_one()
-        return entry.step >= self._last_step
+        return entry.step >= self._last_step and self._deaths >= ENOUGH
 
     def _kill_one(self) -> None:
         moment = self._rng.choice(("idle", *ENGINE_MOMENTS))

@@ -15,6 +15,7 @@ from rollsync.pure.refit.fleet.state import EnginePhase
 from rollsync.pure.rollout.sampler import BuiltInSampler, InOrderSampler, WindowedSampler
 from rollsync.shell.journal import EngineChanged, Resumed, StepTrained
 from rollsync.shell.rollout.clients import WorkersLost
+from tests.shell.run.fleet_child import ENOUGH
 from tests.shell.run.fleet_runs import endless_config
 from tests.shell.run.runs import (
     KILLED,
@@ -68,5 +69,5 @@ def test_every_prompt_is_accounted_for_whoever_is_killed(
         for entry in entries
         if isinstance(entry, EngineChanged) and entry.now == EnginePhase.DEAD
     ]
-    assert len(deaths) >= 3
+    assert len(deaths) >= ENOUGH
     print(f"{len(deaths)} engines killed, the processes ended with {codes}")
