@@ -265,39 +265,43 @@ def impossible(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
             f"{config.generation.max_new_tokens} new tokens leave no room for a prompt within"
             f" generation.max_model_len {config.generation.max_model_len}",
         )
+    return (*found, *_impossible_fleet(config), *_impossible_determinism(config))
+
+
+def _impossible_fleet(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
+    found: list[ImpossibleSetting] = []
     fleet = config.generation.fleet
     if fleet.min_healthy > config.generation.engines:
-        refuse(
-            "generation.fleet.min_healthy",
+        reason = (
             f"a run of {config.generation.engines} engines (generation.engines) never has"
-            f" {fleet.min_healthy}",
+            f" {fleet.min_healthy}"
         )
+        found.append(ImpossibleSetting(path="generation.fleet.min_healthy", reason=reason))
     if fleet.dead_after < fleet.suspect_after:
-        refuse(
-            "generation.fleet.dead_after",
+        reason = (
             f"an engine is suspect after {fleet.suspect_after} missed probes"
-            " (generation.fleet.suspect_after), and dead after as many or more",
+            " (generation.fleet.suspect_after), and dead after as many or more"
         )
-    if config.run.deterministic and not isinstance(config.sampler, InOrderSampler):
-        refuse(
-            "run.deterministic",
-            "only the in_order sampler trains the same batches in every run",
-        )
-    elif (
-        config.run.deterministic
-        and isinstance(config.sampler, InOrderSampler)
-        and config.sampler.max_lookahead_versions > 0
-    ):
-        refuse(
-            "sampler.max_lookahead_versions",
+        found.append(ImpossibleSetting(path="generation.fleet.dead_after", reason=reason))
+    return tuple(found)
+
+
+def _impossible_determinism(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
+    if not config.run.deterministic:
+        return ()
+    found: list[ImpossibleSetting] = []
+    if not isinstance(config.sampler, InOrderSampler):
+        reason = "only the in_order sampler trains the same batches in every run"
+        found.append(ImpossibleSetting(path="run.deterministic", reason=reason))
+    elif config.sampler.max_lookahead_versions > 0:
+        reason = (
             "a deterministic run needs 0: with lookahead, timing decides which weights"
-            " generate a batch",
+            " generate a batch"
         )
-    if config.run.deterministic and config.generation.backend != "torch":
-        refuse(
-            "run.deterministic",
-            "only the torch engine's answers do not depend on what else is in its batch",
-        )
+        found.append(ImpossibleSetting(path="sampler.max_lookahead_versions", reason=reason))
+    if config.generation.backend != "torch":
+        reason = "only the torch engine's answers do not depend on what else is in its batch"
+        found.append(ImpossibleSetting(path="run.deterministic", reason=reason))
     return tuple(found)
 
 

@@ -124,14 +124,7 @@ class RolloutController:
         self._journal = journal
         changes = ChangeSignal()
         self.barrier = DataPlaneCheckpointBarrier()
-        self.cell = StateCell(
-            fresh_state(
-                dataset_digest=dataloader.digest,
-                seed=config.run.seed,
-                sampler_stamps_target_steps=sampler.stamps_target_steps,
-            ),
-            self.barrier,
-        )
+        self.cell = StateCell(_first_state(config, sampler, dataloader), self.barrier)
         self.parts = self._make_parts(sampler, dataloader, plane, environment)
         self._rollouts = RolloutPump(
             self.parts,
@@ -338,6 +331,16 @@ class RolloutController:
 
     def _log_metrics(self, metrics: Mapping[str, float]) -> None:
         _logger.debug("%s", metrics)
+
+
+def _first_state(
+    config: MasterConfig, sampler: PromptGroupSampler, dataloader: PromptDataloader
+) -> RolloutState:
+    return fresh_state(
+        dataset_digest=dataloader.digest,
+        seed=config.run.seed,
+        sampler_stamps_target_steps=sampler.stamps_target_steps,
+    )
 
 
 def _first_cause(errors: BaseExceptionGroup[Exception]) -> Exception:
