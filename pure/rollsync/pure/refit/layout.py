@@ -148,7 +148,7 @@ def check_coverage(
     for spec in specs:
         elements = math.prod(spec.shape)
         boxes = held[spec.name]
-        covered = elements if whole(spec) in boxes else _union_elements(list(boxes))
+        covered = elements if whole(spec) in boxes else union_elements(list(boxes))
         if covered != elements or not boxes:
             return TensorNotCovered(tensor=spec.name, elements=elements, held=covered)
     return None
@@ -171,12 +171,12 @@ def _overlapping_name(spec: TensorSpec, boxes: dict[Box, list[str]]) -> str | No
         return None
     for name in (spec.name, *spec.aliases):
         own = [box for box, names in boxes.items() if name in names]
-        if _union_elements(own) != sum(box.elements for box in own):
+        if union_elements(own) != sum(box.elements for box in own):
             return name
     return None
 
 
-def _union_elements(boxes: Sequence[Box]) -> int:
+def union_elements(boxes: Sequence[Box]) -> int:
     """How many elements lie in at least one of the boxes, which have equally many dimensions."""
     if len(boxes) < 2:
         return sum(box.elements for box in boxes)
@@ -190,7 +190,7 @@ def _union_elements(boxes: Sequence[Box]) -> int:
             for box in boxes
             if box.starts[0] <= low and high <= box.starts[0] + box.sizes[0]
         }
-        elements += (high - low) * _union_elements(list(inner))
+        elements += (high - low) * union_elements(list(inner))
     return elements
 
 
