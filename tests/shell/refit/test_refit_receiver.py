@@ -16,7 +16,7 @@ from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME
 from tests.shell.refit.scripted_engine import SCRIPTED, ScriptedEngine
 
 ONE = torch.ones(2)
-WHOLE: list[Batch | Exception] = [[("a", ONE)], [("b", ONE), ("c", ONE)]]
+WHOLE: list[Batch | Exception] = [[("a", ONE)], [("b", ONE), ("c", torch.ones(2))]]
 
 
 def versioned(version: int, script: Sequence[Batch | Exception]) -> list[Batch | Exception]:
@@ -55,7 +55,9 @@ def _no_engine_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def connected(update: RecordedUpdate, *, local_rank: int = 0, ranks: int = 1) -> RefitReceiver:
-    receiver = RefitReceiver(local_rank=local_rank, engine_world_size=ranks, update=lambda: update)
+    receiver = RefitReceiver(
+        local_rank=local_rank, engine_world_size=ranks, update=lambda _: update
+    )
     receiver.init(SCRIPTED, 1024, {"option": 1})
     receiver.prepare()
     receiver.init_process_group(0, 1, ranks, [])
@@ -152,7 +154,7 @@ def test_a_stream_that_is_not_the_declared_one_poisons(declared: TensorSpec, nam
 
 
 def test_nothing_is_received_before_the_rank_is_connected() -> None:
-    receiver = RefitReceiver(local_rank=0, engine_world_size=1, update=RecordedUpdate)
+    receiver = RefitReceiver(local_rank=0, engine_world_size=1, update=lambda _: RecordedUpdate())
     for step in (receiver.prepare, receiver.update):
         with pytest.raises(RefitConfigurationError, match="init_checkpoint_engine"):
             step()
@@ -171,7 +173,9 @@ def test_nothing_is_received_before_the_rank_is_connected() -> None:
 def test_the_rank_among_all_rollout_workers(
     local_rank: int, ranks: int, prefix: int, world: int, global_rank: int
 ) -> None:
-    receiver = RefitReceiver(local_rank=local_rank, engine_world_size=ranks, update=RecordedUpdate)
+    receiver = RefitReceiver(
+        local_rank=local_rank, engine_world_size=ranks, update=lambda _: RecordedUpdate()
+    )
     receiver.init(SCRIPTED, 1024, {})
     assert receiver.prepare() == {"endpoint": "here", "rank": local_rank}
     receiver.init_process_group(prefix, 1, world, ["metadata"])

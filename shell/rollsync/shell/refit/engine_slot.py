@@ -7,6 +7,7 @@ start may be slow; with others, it is finalized and made anew.
 from collections.abc import Mapping, Sequence
 
 from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit.layout import Part
 from rollsync.shell.refit.engines import (
     CheckpointEngine,
     DeclaringEngine,
@@ -56,6 +57,16 @@ class EngineSlot:
         """Tells an engine that compares declarations what streams will hold; no other needs it."""
         if isinstance(self._engine, DeclaringEngine):
             self._engine.declare_weights(specs)
+
+    def keep(self, layout: Sequence[Part] | None) -> None:
+        """Tells such an engine what this rollout worker keeps of the declared tensors."""
+        if isinstance(self._engine, DeclaringEngine):
+            self._engine.set_target_weight_layout(layout)
+
+    @property
+    def comes_in_parts(self) -> bool:
+        """Whether the stream that is being received carries the parts that this worker keeps."""
+        return isinstance(self._engine, DeclaringEngine) and self._engine.comes_in_parts
 
     def finalize(self) -> bool:
         """Gives back what `prepare` reserved; answers whether there was an engine."""

@@ -8,7 +8,7 @@ it came: what it holds is whole then, but not what the policy meant it to hold.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -34,6 +34,8 @@ from rollsync.pure.refit.lifecycle import (
 from rollsync.shell.refit.engine_slot import EngineSlot
 from rollsync.shell.refit.engines import CheckpointEngine
 from rollsync.shell.refit.errors import RefitConfigurationError, RefitError
+from rollsync.shell.refit.kept_parts import KeptParts, PartAssembly
+from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME, WeightChecker
 
@@ -59,7 +61,13 @@ class _Tally:
     payload_bytes: int = 0
     batches: int = 0
     load_s: float = 0.0
-    finish_s: float = 0.0
+
+    def take(self, batch: Batch) -> None:
+        """Counts what came; a tied tensor, which comes under several names, once."""
+        came = {id(tensor): tensor.nbytes for _, tensor in batch}
+        self.tensors += len(came)
+        self.payload_bytes += sum(came.values())
+        self.batches += 1
 
 
 class RefitReceiver:
@@ -68,11 +76,18 @@ class RefitReceiver:
     Args:
         local_rank: the rank in its engine's process group.
         engine_world_size: the size of that group.
-        update: makes the update of this rank's model.
+        update: makes the update of this rank's model, which tells a recorder what it loads.
+        model: that model, where several ranks share one and each keeps parts of it: then they are
+            sent no more than that, as soon as it is known. None always takes whole tensors.
     """
 
     def __init__(
-        self, *, local_rank: int, engine_world_size: int, update: Callable[[], ModelUpdate]
+        self,
+        *,
+        local_rank: int,
+        engine_world_size: int,
+        update: Callable[[LoadRecorder | None], ModelUpdate],
+        model: Callable[[], torch.nn.Module] | None = None,
     ) -> None:
         self._local_rank = local_rank
         self._engine_world_size = engine_world_size
@@ -80,6 +95,7 @@ class RefitReceiver:
         self._slot = EngineSlot()
         self._declared: tuple[TensorSpec, ...] | None = None
         self._by_name: dict[str, TensorSpec] = {}
+        self._kept = KeptParts(model) if model is not None and engine_world_size > 1 else None
         self._rollout_rank = local_rank
         self.state: EngineState = Unconnected()
 
@@ -87,6 +103,8 @@ class RefitReceiver:
         """Takes what the policy will send, in its order; later streams are checked against it."""
         self._declared = None if declared is None else tuple(declared)
         self._by_name = {spec.name: spec for spec in declared or ()}
+        if self._kept is not None:
+            self._kept.declare(self._declared or ())
 
     def init(self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, object]) -> None:
         """Makes the checkpoint engine, unless it is there already."""
@@ -142,20 +160,27 @@ class RefitReceiver:
         engine = self._slot.engine
         # Nothing may be waited for that could not begin.
         _accepted(apply(self.state, BeginUpdate(self._next_version())))
-        update = self._make_update()
+        recorder = None if self._kept is None else self._kept.recorder()
+        update = self._make_update(recorder)
         try:
             self._slot.declare(self._declared)
-            return asyncio.run(self._update(engine, update))
+            self._slot.keep(None if self._kept is None else self._kept.layout)
+            return asyncio.run(self._update(engine, update, recorder))
         except BaseException as error:
             self._poison(f"{type(error).__name__}: {error}")
+            if self._kept is not None:
+                self._kept.forget()
             update.abort()
             raise
 
-    async def _update(self, engine: CheckpointEngine, update: ModelUpdate) -> WorkerTransfer:
+    async def _update(
+        self, engine: CheckpointEngine, update: ModelUpdate, recorder: LoadRecorder | None
+    ) -> WorkerTransfer:
         started_s = time.perf_counter()
-        checker = WeightChecker(self._by_name, whole_tensors=not engine.shard_expert_weights)
         tally = _Tally()
         version: int | None = None
+        assembly: PartAssembly | None = None
+        checker = WeightChecker(self._by_name, whole_tensors=not engine.shard_expert_weights)
         async with aclosing(engine.receive_weight_batches()) as batches:
             async for received in batches:
                 batch: Batch = received
@@ -163,7 +188,12 @@ class RefitReceiver:
                     version, batch = self._first(received)
                     self._apply(BeginUpdate(version))
                     update.start()
-                _load(update, checker, batch, tally)
+                    if self._kept is not None and self._slot.comes_in_parts:
+                        assembly = self._kept.assembly()
+                        checker = WeightChecker(assembly.specs)
+                loads = [batch] if assembly is None else assembly.loads(batch)
+                _load(update, checker, loads, tally)
+                tally.take(batch)
         if version is None:
             raise RefitError(
                 "the stream of weights was empty", remedy="yield weights from the policy's iterator"
@@ -171,6 +201,8 @@ class RefitReceiver:
         checker.check_complete()
         closing_s = time.perf_counter()
         update.finish()
+        if self._kept is not None and recorder is not None:
+            self._kept.learn(recorder)
         self._apply(FinishUpdate(version))
         done_s = time.perf_counter()
         return WorkerTransfer(
@@ -207,13 +239,13 @@ class RefitReceiver:
         self.state = _accepted(apply(self.state, event))
 
 
-def _load(update: ModelUpdate, checker: WeightChecker, batch: Batch, tally: _Tally) -> None:
+def _load(
+    update: ModelUpdate, checker: WeightChecker, loads: Iterable[Batch], tally: _Tally
+) -> None:
     started_s = time.perf_counter()
-    update.load(checker.check(batch))
+    for load in loads:
+        update.load(checker.check(load))
     tally.load_s += time.perf_counter() - started_s
-    tally.tensors += len(batch)
-    tally.payload_bytes += sum(tensor.nbytes for _, tensor in batch)
-    tally.batches += 1
 
 
 def _accepted(result: Result[_T, RefitErrorValue]) -> _T:

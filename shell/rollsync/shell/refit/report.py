@@ -45,7 +45,8 @@ class SyncReport(msgspec.Struct, frozen=True):
         weight_versions: the trainer versions that workers reported; one when all is well, none
             when no worker told.
         tensors: weights of one complete copy of the policy (the largest stream's count).
-        payload_bytes: bytes loaded by all rollout workers together.
+        payload_bytes: bytes that all rollout workers together received and loaded.
+        received_bytes: the same of each of them, in the order of their ranks.
         buckets: the largest number of batches that a rollout worker loaded.
         bucket_bytes: size of one transfer buffer.
         rollout_workers: how many rollout workers reported.
@@ -58,6 +59,7 @@ class SyncReport(msgspec.Struct, frozen=True):
     weight_versions: tuple[int, ...]
     tensors: int
     payload_bytes: int
+    received_bytes: tuple[int, ...]
     buckets: int
     bucket_bytes: int
     rollout_workers: int
@@ -95,7 +97,7 @@ def summarize(
 ) -> SyncReport:
     """Makes the report of a sync from what its workers answered, whatever else they answered."""
     transfers = list(_transfers(results))
-    rollout = [transfer for transfer in transfers if transfer.role == "rollout"]
+    rollout = sorted((t for t in transfers if t.role == "rollout"), key=lambda t: t.rank)
     stage_s = dict(driver_stage_s)
     for transfer in transfers:
         for stage, seconds in transfer.stage_s.items():
@@ -106,6 +108,7 @@ def summarize(
         weight_versions=tuple(sorted(versions)),
         tensors=max((t.tensors for t in transfers), default=0),
         payload_bytes=sum(t.payload_bytes for t in rollout),
+        received_bytes=tuple(t.payload_bytes for t in rollout),
         buckets=max((t.batches for t in rollout), default=0),
         bucket_bytes=bucket_bytes,
         rollout_workers=len(rollout),

@@ -44,7 +44,9 @@ class TorchGenerationWorker:
         self._gate = ServingGate()
         self._turn = asyncio.Lock()
         self._receiver = RefitReceiver(
-            local_rank=0, engine_world_size=1, update=lambda: TorchModelUpdate(self._model)
+            local_rank=0,
+            engine_world_size=1,
+            update=lambda recorder: TorchModelUpdate(self._model, recorder),
         )
 
     async def start(self) -> EngineProbe:

@@ -75,7 +75,7 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
         self._receiver = RefitReceiver(
             local_rank=torch.distributed.get_rank(),
             engine_world_size=torch.distributed.get_world_size(),
-            update=self._opened,
+            update=lambda _: self._opened(),
         )
 
     def init_transfer_engine(self, init_info: RollsyncInitInfo) -> None:

@@ -18,6 +18,7 @@ from rollsync.pure.refit import TensorSpec
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
+from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.step_answers import StepAnswer, StepDone, StepFailed
 from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
@@ -129,10 +130,15 @@ class RefitWorkerExtension:
                 local_rank=torch.distributed.get_rank(),
                 engine_world_size=torch.distributed.get_world_size(),
                 update=self._refit_update,
+                model=self._refit_model,
             )
         return self._refit_receiver
 
-    def _refit_update(self) -> VllmModelUpdate:
+    def _refit_model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self.model_runner.get_model()
+        return model
+
+    def _refit_update(self, recorder: LoadRecorder | None) -> VllmModelUpdate:
         return VllmModelUpdate(
-            self.vllm_config, self.vllm_config.model_config, self.model_runner.get_model()
+            self.vllm_config, self.vllm_config.model_config, self._refit_model(), recorder
         )
