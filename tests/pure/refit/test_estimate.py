@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollsync.pure.refit import MEBIBYTE, Sites, TensorSpec, plan_routes
-from rollsync.pure.refit.errors import TensorNamedTwice, UnknownTensor
+from rollsync.pure.refit.errors import TensorNamedTwice, TensorNotCovered, UnknownTensor
 from rollsync.pure.refit.estimate import LargestTensor, Links, RefitEstimate, estimate_refit
 from rollsync.pure.refit.layout import Part, whole
 from rollsync.pure.refit.model_shapes import kv_heads_of, model_tensors
@@ -81,16 +81,20 @@ def test_a_model_without_tensors() -> None:
     assert (estimate.routes[0].buckets, estimate.routes[0].last_bucket_bytes) == (0, 0)
 
 
+def test_a_tensor_that_no_rank_keeps_is_refused() -> None:
+    sites = Sites(policy_hosts=("p",), rollout_hosts=("r",))
+    table = plan_routes(1, 1).unwrap()
+    shards = Shards(layouts=((Part("a", whole(SPECS[0])),),), shard_of_rank=(0,))
+    result = estimate_refit(SPECS, shards, table, sites, bucket_bytes=512, links=LINKS)
+    assert result.failure() == TensorNotCovered(tensor="b", elements=100, held=0)
+
+
 def test_what_cannot_be_planned_is_refused() -> None:
     table = plan_routes(1, 1).unwrap()
     sites = Sites(policy_hosts=("p",), rollout_hosts=("r",))
     stranger = Shards(layouts=((Part("x", whole(SPECS[0])),),), shard_of_rank=(0,))
     error = estimate_refit(SPECS, stranger, table, sites, bucket_bytes=512, links=LINKS).failure()
     assert error == UnknownTensor(rank=0, tensor="x")
-    twice = [SPECS[0], TensorSpec("c", (1,), "int8", ("c",))]
-    shards = Shards(layouts=((Part("a", whole(SPECS[0])),),), shard_of_rank=(0,))
-    fine = estimate_refit(twice, shards, table, sites, bucket_bytes=512, links=LINKS)
-    assert fine.unwrap().sent_bytes == 1024
     repeated = estimate_refit(
         [SPECS[0], SPECS[0]],
         Shards(layouts=((Part("a", whole(SPECS[0])),),), shard_of_rank=(0,)),

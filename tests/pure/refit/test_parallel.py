@@ -119,6 +119,28 @@ def test_the_vocabulary_is_cut_with_its_padding_and_sent_without() -> None:
     ]
 
 
+def test_two_projections_in_one_tensor_are_cut_each() -> None:
+    spec = TensorSpec("model.layers.0.mlp.gate_up_proj.weight", (24, 5), "bfloat16")
+    layouts = (
+        plan_shards([spec], Parallelism(rollout_world_size=3, tensor_parallel=3), kv_heads=None)
+        .unwrap()
+        .layouts
+    )
+    assert layouts[1] == (
+        Part(spec.name, Box((4, 0), (4, 5))),
+        Part(spec.name, Box((16, 0), (4, 5))),
+    )
+    assert check_coverage([spec], layouts) is None
+    kept = [plan_parts([spec], layout, rank=0).unwrap() for layout in layouts]
+    assert sum(part.box.elements for parts in kept for part in parts) == 24 * 5
+    refused = plan_shards(
+        [spec], Parallelism(rollout_world_size=5, tensor_parallel=5), kv_heads=None
+    )
+    assert refused.failure() == DimensionNotDivisible(
+        tensor=spec.name, dimension=0, size=24, parts=10
+    )
+
+
 def test_stages_keep_their_layers_and_what_surrounds_them() -> None:
     shards = shards_of(TIED, Parallelism(rollout_world_size=3, pipeline_parallel=3))
     names = [set(parts_by_name(layout)) for layout in shards.layouts]

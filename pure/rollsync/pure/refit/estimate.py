@@ -18,7 +18,7 @@ from returns.result import Failure, Result, Success
 
 from rollsync.pure.refit.buckets import BucketPlan, TensorSpec, plan_buckets
 from rollsync.pure.refit.errors import LayoutError, PlanError
-from rollsync.pure.refit.layout import plan_parts
+from rollsync.pure.refit.layout import check_coverage, plan_parts
 from rollsync.pure.refit.parallel import Shards
 from rollsync.pure.refit.routes import (
     PolicyWorker,
@@ -144,6 +144,9 @@ def estimate_refit(
         if not is_successful(plan):
             return Failure(plan.failure())
         plans.append(plan.unwrap())
+    uncovered = check_coverage(specs, shards.layouts)
+    if uncovered is not None:
+        return Failure(uncovered)
     seconds = _seconds([plans[shard] for shard in shards.shard_of_rank], table, sites, links)
     routes = tuple(
         _route(rank, plans[shard], shard, table, sites, seconds[rank])

@@ -3,6 +3,7 @@
 It follows how vLLM shards the models whose tensors have Hugging Face's names (read in vLLM 0.32):
 
 - projections into heads and into the feed-forward are cut by rows, those out of them by columns;
+  two in one tensor, one above the other, are cut each;
 - key and value heads fewer than ranks are repeated, and each rank keeps one;
 - embedding and output rows are padded to a multiple of 64 and cut evenly; the padding is not sent;
 - layers are dealt to pipeline stages evenly, what is left over going to the stages before the last;
@@ -44,6 +45,7 @@ class Cut(Enum):
 
     ROWS = "rows"
     KV_HEADS = "key and value heads"
+    ROW_PAIRS = "rows of each half"
     COLUMNS = "columns"
     VOCABULARY = "vocabulary"
 
@@ -56,6 +58,7 @@ CUT_OF_MODULE: Final = {
     "v_proj": Cut.KV_HEADS,
     "gate_proj": Cut.ROWS,
     "up_proj": Cut.ROWS,
+    "gate_up_proj": Cut.ROW_PAIRS,
     "w1": Cut.ROWS,
     "w3": Cut.ROWS,
     "o_proj": Cut.COLUMNS,
@@ -224,21 +227,36 @@ def _layout(
         names = (spec.name, *spec.aliases)
         if layer is None:
             names = tuple(name for name in names if stage in _outer_stages(name, stages))
-        if expert is not None and whole_experts:
-            box = whole(spec)
-        else:
-            sliced = _slice(spec, parallelism.tensor_parallel, tensor_rank, kv_heads)
-            if isinstance(sliced, DimensionNotDivisible):
-                return Failure(sliced)
-            box = sliced
-        if box.elements or not math.prod(spec.shape):
-            parts.extend(Part(name, box) for name in names)
+        boxes: tuple[Box, ...] | DimensionNotDivisible = (whole(spec),)
+        if expert is None or not whole_experts:
+            boxes = _slices(spec, parallelism.tensor_parallel, tensor_rank, kv_heads)
+        if isinstance(boxes, DimensionNotDivisible):
+            return Failure(boxes)
+        for box in boxes:
+            if box.elements or not math.prod(spec.shape):
+                parts.extend(Part(name, box) for name in names)
     return Success(tuple(parts))
 
 
 def _outer_stages(name: str, stages: int) -> tuple[int, ...]:
     """The stages that keep a tensor outside the layers: the embedding comes before them."""
     return (0,) if "embed_tokens" in name.split(".") else (stages - 1,)
+
+
+def _slices(
+    spec: TensorSpec, ranks: int, rank: int, kv_heads: int | None
+) -> tuple[Box, ...] | DimensionNotDivisible:
+    """What a rank keeps of a tensor: one box, or one of each half."""
+    if ranks == 1 or not spec.shape or cut_of(spec.name) is not Cut.ROW_PAIRS:
+        box = _slice(spec, ranks, rank, kv_heads)
+        return box if isinstance(box, DimensionNotDivisible) else (box,)
+    half, odd = divmod(spec.shape[0], 2)
+    if odd or half % ranks:
+        return DimensionNotDivisible(
+            tensor=spec.name, dimension=0, size=spec.shape[0], parts=2 * ranks
+        )
+    each = half // ranks
+    return slice_of(spec, 0, rank * each, each), slice_of(spec, 0, half + rank * each, each)
 
 
 def _slice(
