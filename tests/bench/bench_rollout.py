@@ -1,4 +1,4 @@
-"""What a change of the rollout state costs, and what keeping a moment of it costs, by size.
+"""What saving the rollout state costs, part by part, beside other ways to do the same.
 
 An event on one group is applied to states of 1,000 to 100,000 groups; the cut of a
 snapshot, which takes the cell's value and pins the rows, likewise. Both should hardly grow.
@@ -19,12 +19,16 @@ from rollsync.pure.rollout.transitions import apply
 from rollsync.shell.rollout.barrier import DataPlaneCheckpointBarrier
 from rollsync.shell.rollout.cell import StateCell
 from rollsync.shell.rollout.data_plane import InProcessDataPlane
-from tests.bench.measure import machine, write_results
+from tests.bench.measure import figure, machine, write_results
+from tests.bench.rollout_records import record_figures
+from tests.bench.rollout_rows import row_figures
+from tests.bench.rollout_throughput import throughput_figures
 from tests.pure.rollout.events_kit import admit, dispatch, fresh, reserve, seal
 
 SIZES = (1_000, 10_000, 100_000)
 REPETITIONS = 2_000
 CUTS = 200
+LONGEST_CUT_US = 5_000.0
 TOKENS = torch.zeros(4, dtype=torch.int64)
 
 
@@ -83,20 +87,37 @@ def figures() -> list[dict[str, object]]:
             ("exclusive cut of a snapshot", asyncio.run(cut_us(state)), 2.0),
         ):
             against = first.setdefault(name, value)
-            ratio = value / against
             result.append(
-                {
-                    "name": f"{name}, {size} groups",
-                    "value": round(value, 2),
-                    "unit": "microseconds",
-                    "compared_with": f"{name}, {SIZES[0]} groups",
-                    "ratio": round(ratio, 2),
-                    "goal": goal,
-                    "met": None if goal is None else ratio <= goal,
-                }
+                figure(
+                    f"{name}, {size} groups",
+                    value,
+                    "microseconds",
+                    against=(f"{name}, {SIZES[0]} groups", against),
+                    goal=goal,
+                )
             )
+            if goal is not None:
+                result.append(
+                    figure(
+                        f"{name}, {size} groups",
+                        value,
+                        "microseconds",
+                        against=("5 milliseconds", LONGEST_CUT_US),
+                        goal=1.0,
+                    )
+                )
     return result
 
 
 if __name__ == "__main__":
-    write_results({"machine": machine(["msgspec", "rpds-py", "torch"]), "figures": figures()})
+    write_results(
+        {
+            "machine": machine(["msgspec", "rpds-py", "torch", "safetensors", "TransferQueue"]),
+            "figures": [
+                *figures(),
+                *record_figures(),
+                *row_figures(),
+                *throughput_figures(),
+            ],
+        }
+    )

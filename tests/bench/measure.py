@@ -47,6 +47,28 @@ def machine(packages: Sequence[str]) -> dict[str, object]:
     }
 
 
+def figure(
+    name: str, value: float, unit: str, *, against: tuple[str, float], goal: float | None = None
+) -> dict[str, object]:
+    """One measured value beside another, as a ratio.
+
+    Args:
+        against: name and value of the other side, in the same unit.
+        goal: the largest ratio that is wanted, if one is.
+    """
+    other, other_value = against
+    ratio = value / other_value
+    return {
+        "name": name,
+        "value": round(value, 4),
+        "unit": unit,
+        "compared_with": other,
+        "ratio": round(ratio, 4),
+        "goal": goal,
+        "met": None if goal is None else ratio <= goal,
+    }
+
+
 def write_results(results: Mapping[str, object]) -> None:
     """Prints the results, and writes them to the file of `--out`."""
     parser = argparse.ArgumentParser()

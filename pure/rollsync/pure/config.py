@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, json
 
 from rollsync.pure.refit.fleet.state import FleetSettings
+from rollsync.pure.rollout.resume import MAX_ATTEMPTS, MAX_RECOVERIES
 from rollsync.pure.rollout.sampler import CustomSampler, InOrderSampler, SamplerConfig
 from rollsync.pure.rollout.state import RecoveryGranularity
 
@@ -132,9 +133,9 @@ class RecoveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What becomes of unfinished work after an error or a crash."""
 
     granularity: RecoveryGranularity = RecoveryGranularity.SIBLING
-    max_attempts: Count = 3
-    """Attempts per sibling within one process."""
-    max_recoveries: Count = 3
+    max_attempts: Count = MAX_ATTEMPTS
+    """Failed attempts of a sibling, counted across resumes, after which its group is dropped."""
+    max_recoveries: Count = MAX_RECOVERIES
     """Resumes that may find a group running without progress before it is dropped."""
     load_replay_buffer: bool = True
     """False: a resume generates finished but untrained groups again."""

@@ -200,7 +200,12 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[JournalEntry]:
-    """The entries of a journal, oldest first; none if there is no such file.
+    """The entries of a journal, oldest first. As `read_lines` otherwise."""
+    return (line.entry for line in read_lines(path))
+
+
+def read_lines(path: Path) -> Iterator[JournalLine]:
+    """The lines of a journal, oldest first; none if there is no such file.
 
     A last line without its end is left out: it is being written, or its writer was killed. So is
     what a power failure has made of lines after a save.
@@ -219,12 +224,17 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
             remedy="the run itself needs no journal; put back the file, or move this away",
         ) from error
     with file:
-        yield from entries_of(file, source=str(path))
+        yield from decoded(file, source=str(path))
 
 
 def entries_of(lines: Iterable[bytes], *, source: str) -> Iterator[JournalEntry]:
-    """The entries of a journal's lines, each with its end; `source` names it in errors. Raises as
-    `read_journal` does."""
+    """The entries of a journal's lines. As `decoded` otherwise."""
+    return (line.entry for line in decoded(lines, source=source))
+
+
+def decoded(lines: Iterable[bytes], *, source: str) -> Iterator[JournalLine]:
+    """A journal's lines, given with their ends; `source` names it in errors. Raises as
+    `read_lines` does."""
     unread: JournalDamaged | None = None
     saves_since = 0
     for number, line in enumerate(lines, start=1):
@@ -233,18 +243,19 @@ def entries_of(lines: Iterable[bytes], *, source: str) -> Iterator[JournalEntry]
         if line == _LINE_END:
             continue
         try:
-            entry = _decoder.decode(line).entry
+            read = _decoder.decode(line)
         except msgspec.MsgspecError as error:
             if unread is None:
                 unread, saves_since = _damaged(source, number, error), 0
             continue
+        entry = read.entry
         if isinstance(entry, Resumed):
             unread = None  # The process before ended there, perhaps with the power.
         elif isinstance(entry, Saved) and entry.saved:
             saves_since += 1
         if unread is not None and saves_since == _SAVES_AFTER_WHICH_LINES_ARE_DURABLE:
             raise unread
-        yield entry
+        yield read
 
 
 def _damaged(source: str, number: int, error: msgspec.MsgspecError) -> JournalDamaged:

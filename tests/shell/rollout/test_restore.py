@@ -17,6 +17,7 @@ from rollsync.codecs import decode, encode
 from rollsync.pure.rollout.account import account
 from rollsync.pure.rollout.checkpointing import RolloutTraceKind as Kind
 from rollsync.pure.rollout.checkpointing import TQReplayMetadataState
+from rollsync.pure.rollout.decisions import TrainBatch, Wait
 from rollsync.pure.rollout.events import GroupsClaimed
 from rollsync.pure.rollout.sampler import (
     InOrderSampler,
@@ -391,3 +392,26 @@ async def test_the_trace_tells_what_a_resume_did(tmp_path: Path) -> None:
     assert planned["e0p0"] == "KeptReady"
     assert planned["e0p2"] == "SiblingsResumed"
     assert planned["e0p4"] == "Readmitted"
+
+
+@pytest.mark.parametrize("sampler", [InOrderSampler(), WindowedSampler()], ids=["order", "window"])
+@pytest.mark.asyncio
+async def test_a_half_filled_batch_is_filled_and_trained_whole(
+    sampler: InOrderSampler | WindowedSampler, tmp_path: Path
+) -> None:
+    """One of two groups was ready when the process died: the other one is generated, and nobody
+    trains half a batch or waits for a new one."""
+    before = World(tmp_path, sampler=sampler)
+    await before.admit(0, 1)
+    await before.finish("e0p0")
+    assert (await before.snapshotter.save_rollout_snapshot()).saved
+    after = World(tmp_path, sampler=sampler)
+    restored = await after.restore()
+    assert restored is not None
+    limits = after.policy().limits
+    assert isinstance(sampler.select(after.state, limits), Wait)
+    assert [each.group_id for each in restored.plan.dispatches] == ["e0p1", "e0p1"]
+    await after.finish("e0p1")
+    selected = sampler.select(after.state, limits)
+    assert isinstance(selected, TrainBatch)
+    assert sorted(selected.event.group_ids) == ["e0p0", "e0p1"]

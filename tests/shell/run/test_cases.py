@@ -12,7 +12,10 @@ from msgspec.structs import replace
 from rollsync.pure.rollout.order import HandOutPlace
 from rollsync.pure.rollout.sampler import InOrderSampler, WindowedSampler
 from rollsync.pure.rollout.state import Dropped, DropReason, RolloutState
+from rollsync.pure.snapshot.manifest import MANIFEST_FILE
+from rollsync.shell.config import read_config
 from rollsync.shell.journal import Finished, PromptDropped, Resumed, Saved, StepTrained
+from rollsync.shell.run.saved import CONFIG, read_saved, write_config
 from tests.shell.run.child import COMMIT, ENDED, STOPPED, Moment, Order
 from tests.shell.run.runs import (
     KILLED,
@@ -216,6 +219,36 @@ def test_a_run_that_is_asked_to_stop_between_checkpoints_loses_no_step(
     run_to_the_end(children, config)
     _, audit = closed_account(config)
     assert audit.thrown_away_steps == 0
+
+
+def test_what_was_passed_over_is_in_the_journal_with_its_reason(
+    children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    moment = Moment(kind="StepTrained", count=3)
+    assert children.run(Order(config=write_file(config), moment=moment)) == KILLED
+    newest = read_saved(Path(config.run.directory)).bundle.path
+    manifest = newest / MANIFEST_FILE
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    run_to_the_end(children, config)
+    resumed = [entry for entry in entries_of(config) if isinstance(entry, Resumed)][-1]
+    name = newest.relative_to(config.run.directory).as_posix()
+    assert resumed.source != name
+    assert resumed.refused[0].startswith(f"{name}: {MANIFEST_FILE}: ")
+
+
+def test_a_configuration_is_noted_whole_or_not_at_all(tmp_path: Path, model_path: Path) -> None:
+    """Whoever has opened the note of before goes on reading that, to its end."""
+    config = small_config(tmp_path / "run", model_path)
+    write_config(config)
+    note = tmp_path / "run" / CONFIG
+    before = note.read_bytes()
+    (tmp_path / "run" / f"{CONFIG}.new").write_bytes(b"what a killed process had begun")
+    with note.open("rb") as opened:
+        write_config(replace(config, buffer_capacity=77))
+        assert opened.read() == before
+    assert read_config(note).buffer_capacity == 77
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [CONFIG]
 
 
 def test_a_whole_batch_ready_at_the_resume_is_trained_at_once(

@@ -50,6 +50,11 @@ class ReservedGroups(StrEnum):
     """They become spares, for instance because batches are made differently now."""
 
 
+MAX_RECOVERIES = 3
+MAX_ATTEMPTS = 3
+"""What a run has that is not configured otherwise."""
+
+
 class ResumePolicy(Struct, frozen=True, kw_only=True):
     """The settings of the resuming run that a plan depends on."""
 
@@ -58,10 +63,10 @@ class ResumePolicy(Struct, frozen=True, kw_only=True):
     load_buffer: bool = True
     """False: ready groups are generated again instead of loaded."""
     reserved: ReservedGroups = ReservedGroups.READMIT
-    max_recoveries: int = 8
+    max_recoveries: int = MAX_RECOVERIES
     """Resumes in a row that may find a group running without one more sibling sealed; after them
     the group is dropped as unrecoverable, for it may be what ends the run."""
-    max_failed_attempts: int = 3
+    max_failed_attempts: int = MAX_ATTEMPTS
     """Failed attempts of one sibling, over all resumes, after which its group is dropped."""
 
 

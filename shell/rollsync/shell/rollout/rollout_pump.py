@@ -15,6 +15,7 @@ from hashlib import sha256
 import torch
 
 from rollsync.pure.config import MasterConfig
+from rollsync.pure.rollout import is_exhausted
 from rollsync.pure.rollout.decisions import (
     AdmitBatch,
     DrawReserve,
@@ -217,7 +218,7 @@ class RolloutPump:
 
     async def _seal_sibling(self, group_id: str, index: int, prompt: tuple[int, ...]) -> None:
         """Attempts until one is sealed, the group is gone, or the attempts are used up."""
-        for _ in range(self._config.recovery.max_attempts):
+        while not self._is_exhausted(group_id):
             attempt = await self._dispatch(group_id, index)
             if attempt is None:
                 return
@@ -238,6 +239,12 @@ class RolloutPump:
                     raise
             return
         await self.drop(group_id, DropReason.UNRECOVERABLE)
+
+    def _is_exhausted(self, group_id: str) -> bool:
+        """Whether too many attempts of the group have failed, also before a resume."""
+        record = self._record(group_id)
+        limit = self._config.recovery.max_attempts
+        return record is not None and is_exhausted(record, max_failed_attempts=limit)
 
     async def _dispatch(self, group_id: str, index: int) -> int | None:
         """Begin the sibling's next attempt; None if it is sealed or the group is gone."""
