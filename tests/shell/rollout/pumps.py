@@ -22,6 +22,7 @@ from rollsync.shell.rollout.clients import (
     GeneratedCompletion,
     GenerationFailed,
     GenerationRequest,
+    SteadyFleet,
     SyncFigures,
 )
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
@@ -142,6 +143,7 @@ class Pumps:
             rollouts=self.rollouts,
             trainer=self.trainer,
             sync=self._sync,
+            fleet=SteadyFleet(),
             snapshotter=world.snapshotter,
             changes=self.changes,
             journal=self.journal,

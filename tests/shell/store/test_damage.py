@@ -15,18 +15,24 @@ import pytest
 from msgspec.structs import replace
 
 from rollsync.codecs import decode, encode
+from rollsync.pure.rollout.checkpointing import CheckpointKind
 from rollsync.pure.snapshot.manifest import (
     MANIFEST_FILE,
     RolloutSnapshotManifest,
     SnapshotFile,
+    is_of_rollout,
 )
+from rollsync.shell.rollout.archive import ENVIRONMENT_DIRECTORY, STATE_FILE
+from rollsync.shell.rollout.captured import DATA_PLANE_FILE, REPLAY_METADATA_FILE
 from rollsync.shell.store import Chosen, SnapshotStore, StoreError
 from tests.shell.store.kit import (
     STATE,
     WEIGHTS,
     chosen_save,
+    facts,
     save_checkpoint,
     save_snapshot,
+    state_of,
     store_at,
 )
 
@@ -126,6 +132,41 @@ def test_rows_that_only_the_checkpoint_needs_are_no_matter_of_its_snapshots(tmp_
     chosen = store_at(root).choose()
     assert save_of(chosen) == 1
     assert rows.stem in chosen.refused[0].why
+
+
+@pytest.mark.parametrize("name", [STATE, "environment/episodes"])
+def test_rollout_state_of_the_checkpoint_is_no_matter_of_its_snapshots(
+    name: str, tmp_path: Path
+) -> None:
+    """A snapshot has rollout state of its own: it needs the checkpoint's weights."""
+    root = tmp_path / "run"
+    store = store_at(root)
+    save_snapshot(store, 0, 1)
+    draft = store.begin(CheckpointKind.TRAINER_CHECKPOINT, 1)
+    (draft.path / "environment").mkdir()
+    (draft.path / "environment" / "episodes").write_bytes(b"turns")
+    checkpoint = draft.publish(facts(CheckpointKind.TRAINER_CHECKPOINT, 1), {STATE: state_of(2)})
+    save_snapshot(store, 1, 3)
+    whole = (checkpoint / name).read_bytes()
+    for _, data in damages(checkpoint / name):
+        (checkpoint / name).write_bytes(data)
+        again = store_at(root)
+        chosen = again.choose()
+        assert (save_of(chosen), chosen.refused) == (3, ())
+        assert again.has_anchor(1)
+        assert again.prune() == ()
+        again.close()
+    (checkpoint / name).write_bytes(whole)
+    (checkpoint / MANIFEST_FILE).unlink()
+    chosen = store_at(root).choose()
+    assert save_of(chosen) == 1
+    assert len(chosen.refused) == 2
+
+
+def test_the_names_of_rollout_state_are_those_that_are_written() -> None:
+    assert all(map(is_of_rollout, (STATE_FILE, REPLAY_METADATA_FILE, DATA_PLANE_FILE)))
+    assert is_of_rollout(f"{ENVIRONMENT_DIRECTORY}/worker-0/episodes")
+    assert not any(map(is_of_rollout, ("policy/model.safetensors", "trainer.json", "environments")))
 
 
 def delete(path: Path) -> None:

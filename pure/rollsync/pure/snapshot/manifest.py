@@ -130,3 +130,13 @@ def unsafe_name(name: str) -> str | None:
     if parts[0] == SNAPSHOTS_DIRECTORY:
         return f"{SNAPSHOTS_DIRECTORY}/ holds the snapshots of a checkpoint, not its files"
     return None
+
+
+_ROLLOUT_FILES = frozenset({"rollout_state.bin", "replay_metadata.bin", "data_plane.bin"})
+_ENVIRONMENT_DIRECTORY = "environment"
+
+
+def is_of_rollout(name: str) -> bool:
+    """Whether a bundle's file holds rollout state. All others of a checkpoint are the trainer's,
+    and these alone do its snapshots continue from: each has rollout state of its own."""
+    return name in _ROLLOUT_FILES or name.split("/")[0] == _ENVIRONMENT_DIRECTORY

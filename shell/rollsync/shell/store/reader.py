@@ -23,6 +23,7 @@ from rollsync.pure.snapshot.manifest import (
     BundleFacts,
     RolloutSnapshotManifest,
     SnapshotFile,
+    is_of_rollout,
 )
 from rollsync.pure.snapshot.places import (
     ANCHOR_FILE,
@@ -187,7 +188,8 @@ class RunReader:
 
         Args:
             contents: compare digests; else names and sizes only.
-            segments: look at the row segments that it lists, too.
+            segments: look at the rollout state, too, and at the segments that it lists; else at
+                the trainer's files only.
             but_not: segments that were compared already.
         """
         read = self.manifest(place)
@@ -195,7 +197,8 @@ class RunReader:
             return read
         manifest = read.unwrap()
         directory = self.path(place)
-        wanted = [(directory / file.name, file.name, file) for file in manifest.files]
+        files = [file for file in manifest.files if segments or not is_of_rollout(file.name)]
+        wanted = [(directory / file.name, file.name, file) for file in files]
         for segment in manifest.segments if segments else ():
             if segment.digest in but_not:
                 continue

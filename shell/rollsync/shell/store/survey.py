@@ -28,7 +28,7 @@ class Survey:
         self._alone: dict[BundlePlace, Checked] = {}
         """Each bundle by itself, every byte compared."""
         self._anchors: dict[BundlePlace, Checked] = {}
-        """Each checkpoint without its row segments, every byte compared."""
+        """The trainer's files of each checkpoint, every byte compared."""
         self._doubtful: set[BundlePlace] = set()
         self._passed_over: set[BundlePlace] = set()
         self._segments: set[str] = set()
@@ -139,8 +139,9 @@ class Survey:
         return known
 
     def _checked_anchor(self, place: BundlePlace) -> Checked:
-        """What a snapshot needs of its checkpoint: the checkpoint's row segments are not among
-        it, so damage to them, and reading them, stays out of a resume from the snapshot."""
+        """What a snapshot needs of its checkpoint: the trainer's files. The checkpoint's own
+        rollout state is not among it, so damage to that, and reading it, stays out of a resume from
+        the snapshot."""
         alone = self._alone.get(place)
         if alone is not None and is_successful(alone):
             return alone
