@@ -6,7 +6,10 @@ ways run once, one after the other, so that they meet the same load. Ratios are 
 
 The gloo side broadcasts tensor by tensor, the Ray side puts all tensors as one object and gets it;
 both load too. The raw NIXL read is one descriptor and loads nothing. The memory copy is of one
-thread in the policy process.
+thread in the policy process; the one on both cores is such a copy in each process at a time.
+
+"Layers" is the model without its embedding, of which every tensor fits the buffers; larger and
+smaller models of the same shapes show how the time grows.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import ray
 import torch
 import torch.distributed
@@ -32,14 +36,18 @@ from tests.bench.measure import machine, write_results
 
 MIB = 1 << 20
 ROUNDS = 3
-BUCKETS_MIB = (1, 4, 16, 64)
+BUCKETS_MIB = (1, 4, 8, 12, 64)
+BEST_MIB = 12
+"""Two such buckets hold two of the model's largest matrices, and lie in the cache together."""
+GROWTH_MIB = (64, 256, 1024, 4096)
 RAW_READ_BYTES = 512 * MIB
 SMALL_TENSORS = 50_000
+BOTH_CORES = "memory copies on both cores"
 Shapes = list[tuple[str, tuple[int, ...]]]
 Reference = ray.ObjectRef[Any]
 
 
-def qwen_shapes(total_bytes: int) -> Shapes:
+def qwen_shapes(total_bytes: int, *, embedding: bool = True) -> Shapes:
     """Layers of Qwen2.5-0.5B after its embedding, until `total_bytes` of bfloat16."""
     hidden, inner, kv = 896, 4864, 128
     layer: Shapes = [
@@ -56,7 +64,7 @@ def qwen_shapes(total_bytes: int) -> Shapes:
         ("input_layernorm.weight", (hidden,)),
         ("post_attention_layernorm.weight", (hidden,)),
     ]
-    shapes: Shapes = [("model.embed_tokens.weight", (151_936, hidden))]
+    shapes: Shapes = [("model.embed_tokens.weight", (151_936, hidden))] if embedding else []
     number = 0
     while bytes_of(shapes) < total_bytes:
         shapes += [(f"model.layers.{number}.{name}", shape) for name, shape in layer]
@@ -71,6 +79,7 @@ def bytes_of(shapes: Shapes) -> int:
 
 SETS: dict[str, Shapes] = {
     "model": qwen_shapes(1024 * MIB),
+    "layers": qwen_shapes(1024 * MIB, embedding=False),
     "one tensor": [("weight", (1024,))],
     "small tensors": [(f"layers.{number}.weight", (512,)) for number in range(SMALL_TENSORS)],
 }
@@ -89,6 +98,7 @@ class Worker:
             key: {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes}
             for key, shapes in SETS.items()
         }
+        self._growing: dict[str, torch.Tensor] = {}
         self._flat = torch.ones(RAW_READ_BYTES, dtype=torch.uint8)
         self._other = torch.zeros(RAW_READ_BYTES, dtype=torch.uint8)
         self._agent = NixlAgent("UCX", {})
@@ -101,11 +111,11 @@ class Worker:
                 "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
             )
 
-    def prepare(self, backend: str, bucket_bytes: int) -> dict[str, object]:
+    def prepare(self, backend: str, bucket_bytes: int, checksum: bool) -> dict[str, object]:
         """Make an engine; its metadata."""
         self.finalize()
         self._engine = create_checkpoint_engine(
-            backend, bucket_size_bytes=bucket_bytes, engine_kwargs={}
+            backend, bucket_size_bytes=bucket_bytes, engine_kwargs={"checksum": checksum}
         )
         return self._engine.prepare()
 
@@ -120,9 +130,21 @@ class Worker:
 
     def sync(self, key: str) -> float:
         """One stream; seconds of processor time that it took here."""
+        weights = self._weights.get(key, self._growing)
         before = time.process_time()
-        asyncio.run(stream(self._made(), self._rank, self._weights[key]))
+        asyncio.run(stream(self._made(), self._rank, weights))
         return time.process_time() - before
+
+    def grow(self, mib: int) -> None:
+        """Make layers of so many MiB; those of before go. None are left at 0 MiB."""
+        self._growing.clear()
+        if mib:
+            shapes = qwen_shapes(mib * MIB, embedding=False)
+            self._growing = {n: torch.ones(s, dtype=torch.bfloat16) for n, s in shapes}
+
+    def resident_bytes(self) -> int:
+        """Memory of this process, its part of what is shared."""
+        return psutil.Process().memory_full_info().pss
 
     def finalize(self) -> None:
         """Give the engine back."""
@@ -205,6 +227,7 @@ class Times:
     wall_s: list[float] = field(default_factory=list)
     sender_s: list[float] = field(default_factory=list)
     receiver_s: list[float] = field(default_factory=list)
+    reserved_bytes: list[int] = field(default_factory=list)
 
 
 def timed(action: Callable[[], list[Reference]], times: Times) -> None:
@@ -221,14 +244,19 @@ Workers = list[Any]
 """Handles, whose methods are called by name."""
 
 
-def measure_engine(workers: Workers, backend: str, mib: int, key: str, times: Times) -> None:
+def measure_engine(
+    workers: Workers, backend: str, mib: int, key: str, times: Times, *, checksum: bool = True
+) -> None:
     """One sync of an engine, after one that is not counted: it sets the connection up."""
+    before: list[int] = ray.get([worker.resident_bytes.remote() for worker in workers])
     metadata: list[object] = ray.get(
-        [worker.prepare.remote(backend, mib * MIB) for worker in workers]
+        [worker.prepare.remote(backend, mib * MIB, checksum) for worker in workers]
     )
     ray.get([worker.connect.remote(metadata) for worker in workers])
     for counted in (Times(), times):
         timed(lambda: [worker.sync.remote(key) for worker in workers], counted)
+    after: list[int] = ray.get([worker.resident_bytes.remote() for worker in workers])
+    times.reserved_bytes.append(sum(after) - sum(before))
     ray.get([worker.finalize.remote() for worker in workers])
 
 
@@ -247,6 +275,7 @@ def measure_all() -> dict[str, Times]:
 
         for _ in range(ROUNDS + 1):
             timed(lambda: [policy.copy.remote()], of("memory copy"))
+            timed(lambda: [worker.copy.remote() for worker in workers], of(BOTH_CORES))
             serving = policy.serve.remote(1.0)
             timed(lambda: [rollout.raw_read.remote()], of("raw NIXL read"))
             ray.get(serving)
@@ -256,21 +285,54 @@ def measure_all() -> dict[str, Times]:
                 for mib in BUCKETS_MIB:
                     name = f"{backend}, {mib} MiB buckets"
                     measure_engine(workers, backend, mib, "model", of(name))
+                for what in ("model", "layers"):
+                    name = f"{backend}, {BEST_MIB} MiB buckets, {what}"
+                    without = of(f"{name}, without checksums")
+                    measure_engine(workers, backend, BEST_MIB, what, without, checksum=False)
+                name = f"{backend}, {BEST_MIB} MiB buckets, layers"
+                measure_engine(workers, backend, BEST_MIB, "layers", of(name))
             measure_engine(workers, "shm", 4, "one tensor", of("shm, one tensor"))
             measure_engine(workers, "shm", 4, "small tensors", of("shm, small tensors"))
+        for mib in GROWTH_MIB:
+            ray.get([worker.grow.remote(mib) for worker in workers])
+            for _ in range(ROUNDS + 1):
+                measure_engine(workers, "shm", BEST_MIB, "grown", of(f"shm, {mib} MiB of layers"))
+            ray.get([worker.grow.remote(0) for worker in workers])
     return found
 
 
 Row = dict[str, object]
 
 
+def moved_bytes(name: str) -> int:
+    """How much one run of a way moves."""
+    if name in ("memory copy", "raw NIXL read"):
+        return RAW_READ_BYTES
+    if name == BOTH_CORES:
+        return 2 * RAW_READ_BYTES
+    if name.endswith("MiB of layers"):
+        return bytes_of(qwen_shapes(int(name.split()[1]) * MIB, embedding=False))
+    return bytes_of(SETS["layers" if "layers" in name else "model"])
+
+
+def compared(name: str, rate: dict[str, float], against: str, goal: float | None) -> Row:
+    """A rate beside another."""
+    ratio = rate[name] / rate[against]
+    return {
+        "name": name,
+        "value": round(rate[name], 2),
+        "unit": "GB/s",
+        "compared_with": against,
+        "ratio": round(ratio, 2),
+        "goal": goal,
+        "met": None if goal is None else ratio >= goal,
+    }
+
+
 def rows(found: dict[str, Times]) -> list[Row]:
     """The figures and whether they meet the goals."""
-    model = bytes_of(SETS["model"])
     rate = {
-        name: (RAW_READ_BYTES if name in ("memory copy", "raw NIXL read") else model)
-        / statistics.median(times.wall_s[1:])
-        / 1e9
+        name: moved_bytes(name) / statistics.median(times.wall_s[1:]) / 1e9
         for name, times in found.items()
         if "tensor" not in name
     }
@@ -283,21 +345,39 @@ def rows(found: dict[str, Times]) -> list[Row]:
         ("shm", "gloo broadcast", None),
         ("nixl", "raw NIXL read", 0.6),
     ):
-        best = max((name for name in rate if name.startswith(backend)), key=lambda name: rate[name])
-        ratio = rate[best] / rate[against]
-        result.append(
-            {
-                "name": best,
-                "value": round(rate[best], 2),
-                "unit": "GB/s",
-                "compared_with": against,
-                "ratio": round(ratio, 2),
-                "goal": goal,
-                "met": None if goal is None else ratio >= goal,
-            }
-        )
+        plain = [f"{backend}, {mib} MiB buckets" for mib in BUCKETS_MIB]
+        result.append(compared(max(plain, key=lambda name: rate[name]), rate, against, goal))
+        result += [
+            compared(name, rate, against, None)
+            for name in rate
+            if name.startswith(f"{backend}, {BEST_MIB} MiB buckets, ")
+        ]
+    smallest, largest = (f"shm, {mib} MiB of layers" for mib in (GROWTH_MIB[0], GROWTH_MIB[-1]))
+    result.append(compared(largest, rate, smallest, None))
+    return [
+        {"compared_with": None, "ratio": None, "goal": None, "met": None, **row}
+        for row in result + memory_rows(found) + tensor_rows(found)
+    ]
+
+
+def memory_rows(found: dict[str, Times]) -> list[Row]:
+    """What an engine reserves on both ends together, with what it assembles tensors in."""
+    return [
+        {
+            "name": f"{name}, reserved on both ends",
+            "value": round(statistics.median(times.reserved_bytes[1:]) / MIB, 1),
+            "unit": "MiB",
+        }
+        for name, times in found.items()
+        if times.reserved_bytes and "tensor" not in name
+    ]
+
+
+def tensor_rows(found: dict[str, Times]) -> list[Row]:
+    """What one tensor costs, alone and among many."""
     one = statistics.median(found["shm, one tensor"].wall_s[1:]) * 1e3
-    result.append(
+    small = found["shm, small tensors"]
+    result: list[Row] = [
         {
             "name": "shm, one tensor",
             "value": round(one, 2),
@@ -305,22 +385,23 @@ def rows(found: dict[str, Times]) -> list[Row]:
             "goal": 5,
             "met": one <= 5,
         }
-    )
-    small = found["shm, small tensors"]
-    for side, seconds in (("sender", small.sender_s), ("receiver", small.receiver_s)):
+    ]
+    for what, unit, seconds in (
+        ("both ends", "microseconds a tensor", small.wall_s),
+        ("sender", "microseconds of processor time a tensor", small.sender_s),
+        ("receiver", "microseconds of processor time a tensor", small.receiver_s),
+    ):
         each = statistics.median(seconds[1:]) / SMALL_TENSORS * 1e6
         result.append(
             {
-                "name": f"shm, small tensors, {side}",
+                "name": f"shm, small tensors, {what}",
                 "value": round(each, 2),
-                "unit": "microseconds of processor time a tensor",
+                "unit": unit,
                 "goal": 10,
                 "met": each <= 10,
             }
         )
-    return [
-        {"compared_with": None, "ratio": None, "goal": None, "met": None, **row} for row in result
-    ]
+    return result
 
 
 if __name__ == "__main__":

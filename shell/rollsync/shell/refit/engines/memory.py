@@ -23,6 +23,7 @@ from rollsync.shell.refit.errors import RefitError
 HAND_OVER_TIMEOUT_S = 5.0
 """How long a sender that was welcomed may take to hand its buffers over."""
 _MOST_BUFFERS = 16
+_REMEDY = "lower update_weights_bucket_memory_ratio, or free memory"
 
 
 class BufferAllocationError(RefitError):
@@ -156,26 +157,32 @@ async def _descriptors(channel: ControlChannel) -> list[int]:
     return descriptors
 
 
+def check_free(count: int, buffer_bytes: int) -> None:
+    """Raise `BufferAllocationError` if there is not the memory for so many buffers.
+
+    The kernel would not refuse them: it would kill processes for the memory.
+    """
+    wanted, free = count * buffer_bytes, psutil.virtual_memory().available
+    if wanted > free:
+        raise BufferAllocationError(
+            f"{count} transfer buffers of {buffer_bytes} bytes need {wanted} bytes, and"
+            f" {free} are free",
+            remedy=_REMEDY,
+        )
+
+
 def reserve_buffers(count: int, buffer_bytes: int) -> int:
     """A memory file for `count` buffers; its descriptor, which the caller closes.
 
     Raises:
         BufferAllocationError: there is not enough memory.
     """
-    wanted, free = count * buffer_bytes, psutil.virtual_memory().available
-    remedy = "lower update_weights_bucket_memory_ratio, or free memory"
-    if wanted > free:
-        # The kernel would not refuse: it would kill processes for the memory.
-        raise BufferAllocationError(
-            f"{count} transfer buffers of {buffer_bytes} bytes need {wanted} bytes, and"
-            f" {free} are free",
-            remedy=remedy,
-        )
+    check_free(count, buffer_bytes)
     try:
-        return reserve_file(wanted)
+        return reserve_file(count * buffer_bytes)
     except OSError as error:
         raise BufferAllocationError(
             f"{count} transfer buffers of {buffer_bytes} bytes cannot be reserved:"
             f" {error.strerror}",
-            remedy=remedy,
+            remedy=_REMEDY,
         ) from error

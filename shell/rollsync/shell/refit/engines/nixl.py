@@ -85,9 +85,11 @@ class NixlCheckpointEngine(StagedEngine):
         """NIXL reaches every host."""
 
     def _reserve(self) -> SenderMemory:
-        return RegisteredBuffers(self._started_agent(), BUFFERS, self._bucket_bytes, self._device)
+        return self._buffers(self._started_agent(), own=True)
 
     def _reader(self) -> ReceiverMedium:
         agent = self._started_agent()
-        buffers = RegisteredBuffers(agent, BUFFERS, self._bucket_bytes, self._device)
-        return NixlMedium(agent, buffers, self._timeout_s)
+        return NixlMedium(agent, self._buffers(agent, own=False), self._timeout_s)
+
+    def _buffers(self, agent: NixlAgent, *, own: bool) -> RegisteredBuffers:
+        return RegisteredBuffers(agent, BUFFERS, self._bucket_bytes, self._device, own=own)

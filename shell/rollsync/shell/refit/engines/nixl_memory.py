@@ -21,8 +21,8 @@ import torch
 from rollsync.pure.refit.control import Hello, MemoryOffered
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused, TransferTimeout
-from rollsync.shell.refit.engines.mapping import map_file
-from rollsync.shell.refit.engines.memory import reserve_buffers
+from rollsync.shell.refit.engines.mapping import huge_pages, map_file
+from rollsync.shell.refit.engines.memory import check_free, reserve_buffers
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent, NixlError, Read, memory_of
 from rollsync.shell.refit.engines.rings import Assembly, Region
 
@@ -44,12 +44,20 @@ class RegisteredBuffers:
         count: how many.
         buffer_bytes: size of each.
         device: the torch device that has them.
+        own: whether another worker reads them, and not this one into them.
     """
 
     def __init__(
-        self, agent: NixlAgent, count: int, buffer_bytes: int, device: torch.device
+        self,
+        agent: NixlAgent,
+        count: int,
+        buffer_bytes: int,
+        device: torch.device,
+        *,
+        own: bool,
     ) -> None:
-        self.region = Region(_reserve(count, buffer_bytes, device), buffer_bytes, count)
+        memory = _reserve(count, buffer_bytes, device, own=own)
+        self.region = Region(memory, buffer_bytes, count)
         self.memory_id = secrets.token_hex(16)
         self._agent = agent
         self._registered: Sequence[Registered] = agent.register(
@@ -88,14 +96,18 @@ class RegisteredBuffers:
         self.region = Region.none()
 
 
-def _reserve(count: int, buffer_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory for the buffers; on the host mirrored, where that is possible."""
+def _reserve(count: int, buffer_bytes: int, device: torch.device, *, own: bool) -> torch.Tensor:
+    """Memory for the buffers. On the host, a sender's is in large pages, as a reader of the same
+    host has the kernel look up each, and a receiver's is mirrored, where that is possible."""
     size = count * buffer_bytes
     if device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
     if torch.cuda.is_available():
         # Host memory that a device copies from or to has to be pinned to be fast.
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    if own:
+        check_free(count, buffer_bytes)
+        return huge_pages(size)
     file = reserve_buffers(count, buffer_bytes)
     try:
         return map_file(file, size)

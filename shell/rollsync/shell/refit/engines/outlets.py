@@ -36,6 +36,8 @@ from rollsync.shell.refit.engines.rings import RunningChecksum, StreamRing
 
 PART_BYTES: Final = 4 * 1024 * 1024
 """How much is announced at a time: little enough to be in a cache, much beside a message's cost."""
+PARTS: Final = 4
+"""Of how many parts a ring consists at least, so that one is packed while others are loaded."""
 
 
 class _Packed(NamedTuple):
@@ -79,7 +81,8 @@ class Outlet:
         self._free_until = self._ring.ring.ring_bytes
         # Of the bucket that is being filled: up to where it is, and up to where it is announced.
         self._filled_bytes = 0
-        self._announced_bytes = 0
+        self._announced_bytes = self._hashed_bytes = 0
+        self._part_bytes = min(PART_BYTES, self._ring.ring.ring_bytes // PARTS)
         self._pieces: list[Piece] = []
         self._aliases: list[Alias] = []
         self._checksum = RunningChecksum(self._ring, 0) if checksum else None
@@ -142,22 +145,21 @@ class Outlet:
             if part.bucket != self._bucket:
                 await self._announce()
                 self._begin_bucket(part.bucket)
-            start = self._ring.ring.position(part.bucket, piece.offset)
-            is_new = True
-            for end in part.copy_into(self._ring):
-                # The slice before this one has been copied.
-                self._hash(SLICE_BYTES)
-                if self._filled_bytes - self._announced_bytes >= PART_BYTES:
-                    await self._announce()
+            start = part.bucket * self._share.bucket_bytes + piece.offset
+            slices = part.slices(self._ring)
+            for index, end in enumerate(slices):
+                if (
+                    start + end > self._free_until
+                    or self._filled_bytes - self._announced_bytes >= self._part_bytes
+                ):
+                    await self._make_room(start + end)
                     self._enter("packed", name)
-                if start + end > self._free_until:
-                    await self._announce()
-                    await self._await_release(start + end - self._ring.ring.ring_bytes)
-                    self._enter("packed", name)
-                if is_new:
+                if not index:
                     self._pieces.append(piece)
-                    is_new = False
+                part.copy_into(self._ring, end)
                 self._filled_bytes = piece.offset + end
+                if self._filled_bytes - self._hashed_bytes >= SLICE_BYTES:
+                    self._hash()
             if piece.chunk_bytes and piece.chunk_bytes == tensor.nbytes:
                 self._packed[tensor.data_ptr()] = _Packed(name, tensor.dtype, tensor.shape, start)
 
@@ -177,18 +179,23 @@ class Outlet:
         for alias in aliases:
             self._aliases.append(self._packer.also_named(alias, name))
 
-    def _hash(self, least: int) -> None:
-        """Hash what was filled since, if it is `least` bytes or more."""
+    async def _make_room(self, position: int) -> None:
+        """Announce what is filled, and wait until what lies before `position` may be filled."""
+        await self._announce()
+        if position > self._free_until:
+            await self._await_release(position - self._ring.ring.ring_bytes)
+
+    def _hash(self) -> None:
+        """Hash what was filled since the last time, while it is in the cache."""
         if self._checksum is not None:
-            filled = self._ring.ring.position(self._bucket, self._filled_bytes)
-            if filled - self._checksum.position >= least:
-                self._checksum.take(filled)
+            self._checksum.take(self._ring.ring.position(self._bucket, self._filled_bytes))
+        self._hashed_bytes = self._filled_bytes
 
     async def _announce(self) -> None:
         """Tell every receiver what was filled since the last time, if anything was."""
         if not self._pieces and self._filled_bytes == self._announced_bytes:
             return
-        self._hash(0)
+        self._hash()
         announcement = BucketFilled(
             bucket=self._bucket,
             begin_bytes=self._announced_bytes,
@@ -210,7 +217,7 @@ class Outlet:
         self._begin_part(0)
 
     def _begin_part(self, begin_bytes: int) -> None:
-        self._announced_bytes = begin_bytes
+        self._announced_bytes = self._hashed_bytes = begin_bytes
         self._pieces = []
         self._aliases = []
         self._packed.clear()

@@ -7,7 +7,7 @@ the announcements as it comes (order, offsets, coverage), before any byte of it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,49 +62,42 @@ class Part:
     piece: Piece
     tensor: torch.Tensor
 
-    def copy_into(self, ring: StreamRing) -> Iterator[int]:
-        """Copy the chunk to its offset in its bucket, a slice at a time.
-
-        Yields:
-            Before each slice, up to which byte of the chunk it goes: the place has to be free when
-            the next is asked for.
-        """
+    def slices(self, ring: StreamRing) -> Sequence[int]:
+        """Where the slices end in which the chunk is copied: one where it is small, or where its
+        bytes do not lie in order in the host's memory."""
         size = self.piece.chunk_bytes
-        start = ring.ring.position(self.bucket, self.piece.offset)
-        source = self._flat(ring)
-        if source is not None:
-            first = self.piece.chunk_offset
-            for begin in range(0, size, SLICE_BYTES):
-                end = min(begin + SLICE_BYTES, size)
-                yield end
-                target = ring.host_bytes(start + begin, end - begin)
-                target[:] = source[first + begin : first + end]
-            return
-        yield size
-        if not size:
-            return
-        tensor = self.tensor
-        if size == tensor.nbytes:
-            ring.tensor(tensor.dtype, tensor.shape, start, size).copy_(tensor)
-            return
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        begin = self.piece.chunk_offset
-        ring.bytes(start, size).copy_(flat[begin : begin + size])
+        if size <= SLICE_BYTES or not self._is_flat(ring):
+            return (size,)
+        return (*range(SLICE_BYTES, size, SLICE_BYTES), size)
 
-    def _flat(self, ring: StreamRing) -> memoryview | None:
-        """The tensor's bytes, if they lie in order in the host's memory and are worth slicing."""
+    def copy_into(self, ring: StreamRing, end: int) -> None:
+        """Copy the slice that ends there to its place."""
+        piece, tensor = self.piece, self.tensor
+        size = piece.chunk_bytes
+        start = ring.ring.position(self.bucket, piece.offset)
+        if size > SLICE_BYTES and self._is_flat(ring):
+            begin = (end - 1) // SLICE_BYTES * SLICE_BYTES
+            source: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+            first = piece.chunk_offset
+            ring.host_bytes(start + begin, end - begin)[:] = source[first + begin : first + end]
+        elif size == tensor.nbytes:
+            if size:
+                ring.tensor(tensor.dtype, tensor.shape, start, size).copy_(tensor)
+        else:
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            begin = piece.chunk_offset
+            ring.bytes(start, size).copy_(flat[begin : begin + size])
+
+    def _is_flat(self, ring: StreamRing) -> bool:
+        """Whether the tensor's bytes lie in order in the host's memory, and go there."""
         tensor = self.tensor
-        if (
-            self.piece.chunk_bytes <= SLICE_BYTES
-            or not tensor.is_cpu
-            or ring.device.type != "cpu"
-            or not tensor.is_contiguous()
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
-            return None
-        flat: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
-        return flat
+        return (
+            tensor.is_cpu
+            and ring.device.type == "cpu"
+            and tensor.is_contiguous()
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        )
 
 
 class StreamPacker:
@@ -212,7 +205,7 @@ class StreamUnpacker:
         self._finish(end, whole, further)
         for piece in part.pieces:
             if piece.chunk_offset == 0:
-                self._begin(part.bucket, piece)
+                self._begin(piece)
             unfinished = self._unfinished
             if (
                 unfinished is None
@@ -240,7 +233,7 @@ class StreamUnpacker:
         if self._unfinished is not None:
             raise StreamError(f"tensor {self._unfinished.spec.name!r} ended before its last byte")
 
-    def _begin(self, bucket: int, piece: Piece) -> None:
+    def _begin(self, piece: Piece) -> None:
         spec = TensorSpec(piece.name, piece.shape, piece.dtype)
         mistake = check_tensor(spec, self._names)
         if mistake is not None:

@@ -1,0 +1,165 @@
+"""Buckets that come in parts: however a stream is cut, the same tensors arrive, and the ring of
+buckets is never filled before it was released."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollsync.pure.refit.control import BucketFilled, Piece
+from rollsync.shell.refit.engines.mapping import can_mirror, map_file, reserve_file
+from rollsync.shell.refit.engines.packing import StreamError, StreamPacker, StreamUnpacker
+from rollsync.shell.refit.engines.rings import Assembly, Region, RunningChecksum, StreamRing
+
+BUCKETS = 2
+SIZES = st.lists(st.integers(0, 9000), min_size=1, max_size=12)
+
+
+def region_of(bucket_bytes: int) -> Region:
+    """Buffers in shared memory, mirrored where that is possible."""
+    size = BUCKETS * bucket_bytes
+    file = reserve_file(size)
+    try:
+        return Region(map_file(file, size), bucket_bytes, BUCKETS)
+    finally:
+        os.close(file)
+
+
+def filled(bucket: int, begin: int, end: int, pieces: list[Piece]) -> BucketFilled:
+    return BucketFilled(
+        bucket=bucket,
+        begin_bytes=begin,
+        filled_bytes=end,
+        checksum=None,
+        pieces=tuple(pieces),
+        aliases=(),
+    )
+
+
+class Stream:
+    """Both ends of a stream in one process; `is_cut` says after which slice a part ends."""
+
+    def __init__(self, region: Region, is_cut: Callable[[], bool]) -> None:
+        self.ring = StreamRing(region, 0, region.buffer_bytes)
+        self.unpacker = StreamUnpacker(self.ring, Assembly())
+        self._is_cut = is_cut
+        self._released = 0
+        self._announced = (0, 0)
+        self._pieces: list[Piece] = []
+
+    def exchange(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What arrives, copied before the memory is released."""
+        packer = StreamPacker(self.ring.ring.bucket_bytes)
+        bucket, end = 0, 0
+        for name, tensor in tensors.items():
+            for part in packer.parts(name, tensor):
+                if part.bucket != bucket:
+                    yield from self._hand_over(bucket, end)
+                    bucket, end = part.bucket, 0
+                    self._announced = (bucket, 0)
+                for index, cut in enumerate(part.slices(self.ring)):
+                    stop = part.piece.offset + cut
+                    position = self.ring.ring.position(bucket, stop)
+                    if self._is_cut() or not self.ring.ring.may_fill(position, self._released):
+                        yield from self._hand_over(bucket, end)
+                    assert self.ring.ring.may_fill(position, self._released)
+                    if not index:
+                        self._pieces.append(part.piece)
+                    part.copy_into(self.ring, cut)
+                    end = stop
+        yield from self._hand_over(bucket, end)
+        self.unpacker.check_complete()
+
+    def _hand_over(self, bucket: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
+        part = filled(bucket, self._announced[1], end, self._pieces)
+        self._announced, self._pieces = (bucket, end), []
+        for name, tensor in self.unpacker.take(part):
+            yield name, tensor.clone()
+        released = self.unpacker.settle()
+        assert released >= self._released
+        self._released = released
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 768, 2048, 4096])
+@settings(max_examples=40)
+@given(SIZES, st.randoms(use_true_random=False))
+def test_however_it_is_cut_a_stream_brings_the_same_tensors(
+    bucket_bytes: int, sizes: list[int], random: Random
+) -> None:
+    tensors = {
+        str(index): torch.randint(0, 255, (size,), dtype=torch.uint8)
+        for index, size in enumerate(sizes)
+    }
+    stream = Stream(region_of(bucket_bytes), lambda: random.random() < 0.5)
+    arrived = dict(stream.exchange(tensors))
+    assert list(arrived) == list(tensors)
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors.items())
+    assert stream.unpacker.payload_bytes == sum(sizes)
+
+
+def test_a_tensor_that_goes_round_the_ring_is_seen_in_one_piece() -> None:
+    region = region_of(2048)
+    assert can_mirror(region.size)
+    assert len(region.memory) == 2 * region.size
+    region.memory[5] = 7
+    assert region.memory[region.size + 5] == 7
+
+
+@pytest.mark.parametrize("size", [3 << 20, (3 << 20) + 1])
+def test_a_large_tensor_is_copied_slice_by_slice(size: int) -> None:
+    tensor = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    stream = Stream(region_of(1 << 20), lambda: True)
+    ((name, arrived),) = stream.exchange({"large": tensor})
+    assert name == "large"
+    assert torch.equal(arrived, tensor)
+
+
+def piece(name: str, offset: int, chunk_offset: int, chunk_bytes: int) -> Piece:
+    return Piece(
+        name=name,
+        shape=(600,),
+        dtype="uint8",
+        offset=offset,
+        chunk_offset=chunk_offset,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def test_parts_that_break_the_packing_rules_are_refused() -> None:
+    first, second = piece("a", 0, 0, 512), piece("a", 0, 512, 88)
+    wrong: list[list[BucketFilled]] = [
+        [filled(0, 0, 512, [piece("a", 256, 0, 512)])],
+        [filled(0, 0, 512, [second])],
+        [filled(0, 0, 512, [first, first])],
+        [filled(0, 0, 500, [first]), filled(1, 0, 88, [second])],
+        [filled(0, 0, 512, [first]), filled(1, 0, 88, [piece("b", 0, 512, 88)])],
+        [filled(0, 0, 512, [first]), filled(1, 0, 256, [second, piece("b", 512, 0, 600)])],
+    ]
+    for parts in wrong:
+        with pytest.raises(StreamError):
+            take_all(parts)
+
+
+def take_all(parts: list[BucketFilled]) -> None:
+    """Let a receiver with buckets of 512 bytes have them."""
+    unpacker = StreamUnpacker(StreamRing(region_of(512), 0, 512), Assembly())
+    for part in parts:
+        unpacker.take(part)
+        unpacker.settle()
+
+
+def test_a_checksum_is_the_same_however_it_is_taken() -> None:
+    region = region_of(2048)
+    region.memory[: region.size].random_(0, 255)
+    ring = StreamRing(region, 0, 2048)
+    whole, sliced = RunningChecksum(ring, 2048), RunningChecksum(ring, 2048)
+    whole.take(4096)
+    for position in (2049, 2300, 4095, 4096):
+        sliced.take(position)
+    assert whole.hexdigest() == sliced.hexdigest()
