@@ -1,10 +1,16 @@
 """The worker's half of rollsync as vLLM's own weight-transfer backend.
 
 For users who drive vLLM's `init_weight_transfer_engine`, `start_weight_update`, `update_weights`
-and `finish_weight_update`. Rules kept here: one `update_weights` receives one whole stream; what
-an update left unfinished is closed before the next one starts.
+and `finish_weight_update`. These calls have no place for a refusal to generate: after a failed
+`update_weights` the weights are a mixture, vLLM's weight version stays the old one, and the log
+says so; whoever drives them must not generate until a whole update has succeeded. (rollsync's own
+generation workers refuse by themselves.)
+
+Rules kept here: one `update_weights` receives one whole stream; what an update left unfinished is
+closed before the next one starts.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +27,8 @@ from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.rendezvous import Rendezvous
 from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -107,8 +115,16 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
         self._update.start()
 
     def receive_weights(self, update_info: RollsyncUpdateInfo) -> None:
-        """Receives one whole stream into the open update."""
-        self._receiver.update()
+        """Receives one whole stream into the open update.
+
+        Raises:
+            Exception: whatever went wrong. `finish_weight_update` then refuses as well.
+        """
+        try:
+            self._receiver.update()
+        except BaseException:
+            logger.error("this worker's weights are a mixture until a whole update succeeds")
+            raise
 
     def finish_weight_update(self) -> None:
         """Closes the update."""

@@ -113,7 +113,8 @@ class Peer:
         self.process.start()
         theirs.close()
         self.other_role = "rollout" if role == "policy" else "policy"
-        metadata: list[object] = [mine.prepare(), self.pipe.recv()]
+        self.metadata: dict[str, object] = self.pipe.recv()
+        metadata: list[object] = [mine.prepare(), self.metadata]
         if role == "policy":
             metadata.reverse()
         self.pipe.send(metadata)
