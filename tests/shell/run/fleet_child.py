@@ -54,14 +54,15 @@ class KillByChance:
                 self._deaths += 1
         if not isinstance(entry, StepTrained):
             return False
-        others = len(self._pids) > 1 and not any(self._orders.iterdir())
-        if others and self._rng.random() < ENGINE_KILL:
+        # An order may wait for a set-up, which another engine's death brings about.
+        doomed = sum(1 for _ in self._orders.iterdir())
+        if len(self._pids) > 1 + doomed and self._rng.random() < ENGINE_KILL:
             self._kill_one()
         return entry.step >= self._last_step and self._deaths >= ENOUGH
 
     def _kill_one(self) -> None:
-        moment = self._rng.choice(("idle", *ENGINE_MOMENTS))
-        if moment == "idle":
+        moment = self._rng.choice(ENGINE_MOMENTS)
+        if self._rng.random() < 0.5:
             os.kill(self._rng.choice(sorted(self._pids.values())), signal.SIGKILL)
         else:
             order(self._orders, moment)

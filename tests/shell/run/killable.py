@@ -25,14 +25,15 @@ from rollsync.shell.refit.torch_update import TorchModelUpdate
 GENERATING = "generating"
 LOADING = "loading"
 FINISHING = "finishing"
+UPDATING = "update_weights_from_checkpoint_engine"
 SETTING_UP = (
     "finalize_checkpoint_engine",
     "init_checkpoint_engine",
     "prepare_checkpoint_engine",
     "init_checkpoint_engine_process_group",
-    "update_weights_from_checkpoint_engine",
 )
-ENGINE_MOMENTS = (GENERATING, *SETTING_UP, LOADING, FINISHING)
+"""Moments of an engine whose fleet has become another one."""
+ENGINE_MOMENTS = (GENERATING, *SETTING_UP, UPDATING, LOADING, FINISHING)
 GRADIENTS = "gradients"
 COMMITTING = "committing"
 SENDING = "sending"

@@ -22,13 +22,14 @@ from rollsync.shell.rollout.clients import EnginesLost, TrainerLost
 from tests.shell.run.fleet_runs import PATIENT, endless_config, engine_changes, run_here
 from tests.shell.run.killable import (
     COMMITTING,
-    ENGINE_MOMENTS,
     FINISHING,
     GENERATING,
     GRADIENTS,
     LOADING,
     SAVING,
     SENDING,
+    SETTING_UP,
+    UPDATING,
     order,
 )
 from tests.shell.run.runs import check_steps_count_on, closed_account, entries_of
@@ -44,19 +45,21 @@ def orders(tmp_path: Path) -> Path:
 
 
 class KillOneByOne:
-    """Has an engine killed at one moment after another, each when the last is replaced.
+    """Has engines killed at one moment after another, each when the last is replaced.
 
     Args:
-        moments: of `killable`, or `IDLE`.
+        engines: how many the run has.
+        moments: of `killable`, or `IDLE`; several at once.
         orders: where the orders go.
     """
 
-    def __init__(self, moments: Sequence[str], orders: Path) -> None:
-        self._moments: Iterator[str] = iter(moments)
+    def __init__(self, engines: int, moments: Sequence[Sequence[str]], orders: Path) -> None:
+        self._engines = engines
+        self._moments: Iterator[Sequence[str]] = iter(moments)
         self._orders = orders
         self._pids: dict[str, int] = {}
         self._serving: set[str] = set()
-        self._ordered = False
+        self._ordered = 0
         self._steps_left: int | None = None
         self.deaths = 0
 
@@ -66,7 +69,7 @@ class KillOneByOne:
         if isinstance(entry, StepTrained):
             if self._steps_left is not None:
                 self._steps_left -= 1
-            elif not self._ordered and len(self._serving) == 2:
+            elif not self._ordered and len(self._serving) == self._engines:
                 self._kill_next()
         return self._steps_left == 0
 
@@ -78,32 +81,37 @@ class KillOneByOne:
         elif entry.now == EnginePhase.DEAD:
             self._serving.discard(entry.engine)
             self.deaths += 1
-            self._ordered = False
+            self._ordered -= 1
 
     def _kill_next(self) -> None:
-        moment = next(self._moments, None)
-        if moment is None:
+        moments = next(self._moments, None)
+        if moments is None:
             self._steps_left = 2
             return
-        self._ordered = True
-        if moment == IDLE:
-            os.kill(self._pids[min(self._serving)], signal.SIGKILL)
-        else:
-            order(self._orders, moment)
+        self._ordered = len(moments)
+        for moment in moments:
+            if moment == IDLE:
+                os.kill(self._pids[min(self._serving)], signal.SIGKILL)
+            else:
+                order(self._orders, moment)
 
 
 def check_killed_at(
-    moments: Sequence[str], tmp_path: Path, model_path: Path, orders: Path
+    engines: int,
+    moments: Sequence[Sequence[str]],
+    tmp_path: Path,
+    model_path: Path,
+    orders: Path,
 ) -> list[JournalEntry]:
-    config = endless_config(tmp_path / "run", model_path, engines=2)
-    director = KillOneByOne(moments, orders)
+    config = endless_config(tmp_path / "run", model_path, engines=engines)
+    director = KillOneByOne(engines, moments, orders)
     run_here(config, orders, director)
-    assert director.deaths == len(moments)
+    assert director.deaths == sum(map(len, moments))
     assert not list(orders.iterdir()), "an order was not carried out"
     closed_account(config)
     entries = entries_of(config)
     check_steps_count_on(entries)
-    for number in range(2, 2 + len(moments)):
+    for number in range(engines, engines + director.deaths):
         # A replacement has no weights at first, and serves after it got them.
         assert engine_changes(entries, f"engine-{number}")[:3] == ["joining", "outdated", "healthy"]
     return entries
@@ -113,7 +121,8 @@ def check_killed_at(
 def test_a_run_outlives_its_engines(
     cluster: None, tmp_path: Path, model_path: Path, orders: Path
 ) -> None:
-    entries = check_killed_at((IDLE, GENERATING, LOADING), tmp_path, model_path, orders)
+    moments = ((IDLE,), (GENERATING,), (LOADING,))
+    entries = check_killed_at(2, moments, tmp_path, model_path, orders)
     synced = [entry.weight_version for entry in entries if isinstance(entry, WeightsSynced)]
     assert synced == sorted(synced)
 
@@ -123,7 +132,9 @@ def test_a_run_outlives_its_engines(
 def test_a_run_outlives_its_engines_at_every_moment(
     cluster: None, tmp_path: Path, model_path: Path, orders: Path
 ) -> None:
-    check_killed_at((*ENGINE_MOMENTS, FINISHING, LOADING), tmp_path, model_path, orders)
+    # A set-up is another engine's death away.
+    moments = ((UPDATING,), (FINISHING,), *((IDLE, moment) for moment in SETTING_UP))
+    check_killed_at(3, moments, tmp_path, model_path, orders)
 
 
 @pytest.mark.timeout(300)
