@@ -18,6 +18,7 @@ from rollsync.shell.grpo import StepMetrics, TrainingRow
 from rollsync.shell.grpo.trainer import GrpoTrainer
 from rollsync.shell.grpo.worker import GrpoPolicyWorker
 from rollsync.shell.refit.generation import Completion, SamplingSettings
+from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.refit_receiver import Batch, ModelUpdate
 from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 from rollsync.shell.refit.torch_update import TorchModelUpdate
@@ -61,7 +62,9 @@ class KillableEngine(TorchGenerationWorker):
     def __init__(self, model: str, *, orders: Path) -> None:
         super().__init__(model, workers_on_host=4, threads=1)
         self._orders = orders
-        self._receiver._make_update = lambda: _KillableUpdate(self._model, orders)
+        self._receiver._make_update = lambda recorder: _KillableUpdate(
+            self._model, recorder, orders
+        )
 
     async def checkpoint_engine_rpc_async(
         self, checkpoint_method: str, method_args: tuple[object, ...] = ()
@@ -85,8 +88,8 @@ class KillableEngine(TorchGenerationWorker):
 
 
 class _KillableUpdate(TorchModelUpdate, ModelUpdate):
-    def __init__(self, model: torch.nn.Module, orders: Path) -> None:
-        super().__init__(model)
+    def __init__(self, model: torch.nn.Module, recorder: LoadRecorder | None, orders: Path) -> None:
+        super().__init__(model, recorder)
         self._orders = orders
 
     def load(self, batch: Batch, /) -> None:
