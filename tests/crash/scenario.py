@@ -1,8 +1,8 @@
 """A short run on a simulated machine: what each save holds, how it is made, and what is found.
 
-Save number `k` holds a state, an environment's file, a new row segment and the one of the save
-before, and, if it is a trainer checkpoint, weights. All content follows from `k`, so what is found
-can be told apart and is whole or not.
+Save number `k` holds a file of its own, an environment's file, a new row segment and the one of the
+save before, a chain of state segments, and, if it is a trainer checkpoint, weights. All content
+follows from `k`, so what is found can be told apart and is whole or not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.crash.operations import SimulatedFileSystem
 from tests.shell.store.kit import config
 
 ROOT = Path("/runs/run")
-STATE = "rollout_state.bin"
+METADATA = "data_plane.bin"
 EPISODES = "environment/worker-0/episodes"
 WEIGHTS = "policy/model.safetensors"
 SNAPSHOT, CHECKPOINT = CheckpointKind.ROLLOUT_SNAPSHOT, CheckpointKind.TRAINER_CHECKPOINT
@@ -64,8 +64,21 @@ def content(name: str, number: int, size_bytes: int) -> bytes:
     return f"{name} {number} ".encode() + random.Random(f"{name}{number}").randbytes(size_bytes)
 
 
-def state_of(save: Save) -> bytes:
-    return content("state", save.number, 1500)
+def metadata_of(save: Save) -> bytes:
+    return content("metadata", save.number, 300)
+
+
+def chain_of(save: Save) -> list[bytes]:
+    """The state: a base, and a difference of each save of the same process since. A checkpoint
+    begins a chain, and so does the first save of a process."""
+    numbers = [save.number]
+    while save.kind is SNAPSHOT and 1 < numbers[0] < _EXTRA:
+        before = RUN[numbers[0] - 2]
+        numbers.insert(0, before.number)
+        if before.kind is CHECKPOINT:
+            break
+    sizes = [1500, *(200 for _ in numbers[1:])]
+    return [content("state", *link) for link in zip(numbers, sizes, strict=True)]
 
 
 def episodes_of(save: Save) -> bytes:
@@ -106,6 +119,7 @@ def perform(files: SimulatedFileSystem, store: SnapshotStore, save: Save) -> Non
         if save.kind is CHECKPOINT:
             files.write_as_others(draft.path / WEIGHTS, weights_of(save))
         names = tuple(store.put_segment(data) for data in segments_of(save))
+        chain = tuple(store.put_segment(data) for data in chain_of(save))
         facts = BundleFacts(
             kind=save.kind,
             base_train_step=save.step,
@@ -116,8 +130,9 @@ def perform(files: SimulatedFileSystem, store: SnapshotStore, save: Save) -> Non
             rolled_back_train_group_count=0,
             environment_fingerprint=None,
             segments=names,
+            state_segments=chain,
         )
-        draft.publish(facts, {STATE: state_of(save)})
+        draft.publish(facts, {METADATA: metadata_of(save)})
     finally:
         draft.abandon()
 
@@ -152,10 +167,12 @@ def found(files: SimulatedFileSystem) -> int:
         return NOTHING
     facts = bundle.facts
     save = Save(facts.mutation_version, facts.kind, facts.base_train_step)
-    expect(bundle.read(STATE) == state_of(save), "state", save)
+    expect(bundle.read(METADATA) == metadata_of(save), "metadata", save)
     expect(bundle.read(EPISODES) == episodes_of(save), "episodes", save)
     rows = [bundle.read_segment(name) for name in facts.segments]
     expect(rows == segments_of(save), "segments", save)
+    links = [bundle.read_segment(name) for name in facts.state_segments]
+    expect(links == chain_of(save), "state", save)
     expect((bundle.trainer_path is not None) == bool(save.step), "trainer path", save)
     if bundle.trainer_path is not None:
         weights = b"".join(files.read(bundle.trainer_path / WEIGHTS))

@@ -31,7 +31,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the run lives and what makes it repeatable."""
 
     directory: Name
-    """Run directory: anchors, checkpoints, snapshots and row segments."""
+    """Run directory: anchors, checkpoints, snapshots and segments."""
     seed: Natural = 0
     """Seed of the prompt order and of every generation."""
     deterministic: bool = False

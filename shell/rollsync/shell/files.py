@@ -12,8 +12,15 @@ from returns.pipeline import is_successful
 
 from rollsync.codecs import DecodeError, decode, decode_any, describe
 from rollsync.codecs.envelope import HEADER_BYTES, MAGIC, read_header
+from rollsync.codecs.rollout.chain import read_chain
 from rollsync.codecs.rollout.state import ROLLOUT_STATE
 from rollsync.pure.rollout.state import RolloutState
+from rollsync.pure.snapshot.manifest import (
+    MANIFEST_FILE,
+    SNAPSHOTS_DIRECTORY,
+    RolloutSnapshotManifest,
+)
+from rollsync.pure.snapshot.places import SEGMENTS_DIRECTORY
 from rollsync.shell.errors import RollsyncError
 
 
@@ -90,23 +97,6 @@ def is_ours(beginning: bytes) -> bool:
     return MAGIC.startswith(beginning[: len(MAGIC)])
 
 
-def state_file_in(directory: Path) -> Path:
-    """The rollout state directly in `directory`, for instance in a snapshot.
-
-    Raises:
-        UnreadableFile: There is none, or a file may not be read.
-    """
-    for path in sorted(directory.iterdir()):
-        if path.is_file():
-            header = read_header(_read(path, only_ours=True)[:HEADER_BYTES])
-            if is_successful(header) and header.unwrap().kind == ROLLOUT_STATE.name:
-                return path
-    raise UnreadableFile(
-        f"{directory}: no rollout state in this directory",
-        remedy="name a snapshot, a trainer checkpoint, or a file",
-    )
-
-
 def read_value(path: Path) -> object:
     """The value in a file, of whatever kind it is.
 
@@ -121,14 +111,46 @@ def read_value(path: Path) -> object:
 
 
 def read_state(directory: Path) -> RolloutState:
-    """The rollout state directly in `directory`, for instance in a snapshot.
+    """The rollout state of the bundle in `directory`: of a snapshot, or of a trainer checkpoint.
+
+    The segments that it shares with others are looked for in the run directory that it lies in.
 
     Raises:
         UnreadableFile: There is none, or a file may not be read.
         UndecodableFile: Its bytes are not a whole state.
     """
-    path = state_file_in(directory)
-    result = decode(read_bytes(path), RolloutState)
-    if not is_successful(result):
-        raise UndecodableFile(path, result.failure())
-    return result.unwrap()
+    paths = _state_links(directory)
+    read = read_chain(map(read_bytes, paths))
+    if not is_successful(read):
+        broken = read.failure()
+        raise UndecodableFile(paths[broken.index], broken.error)
+    return read.unwrap().state
+
+
+def _state_links(directory: Path) -> list[Path]:
+    """Files of the state, its base first."""
+    path = directory / MANIFEST_FILE
+    if path.is_file():
+        decoded = decode(read_bytes(path), RolloutSnapshotManifest)
+        if not is_successful(decoded):
+            raise UndecodableFile(path, decoded.failure())
+        names = decoded.unwrap().facts.state_segments
+        if names:
+            shared = _segments_of(directory)
+            return [shared / name for name in names]
+    for path in sorted(directory.iterdir()):
+        if path.is_file():
+            header = read_header(_read(path, only_ours=True)[:HEADER_BYTES])
+            if is_successful(header) and header.unwrap().kind == ROLLOUT_STATE.name:
+                return [path]
+    raise UnreadableFile(
+        f"{directory}: no rollout state in this directory",
+        remedy="name a snapshot, a trainer checkpoint, or a file",
+    )
+
+
+def _segments_of(bundle: Path) -> Path:
+    """The segments of the run directory that a bundle lies in."""
+    place = bundle.absolute()
+    run = place.parents[2] if place.parent.name == SNAPSHOTS_DIRECTORY else place.parent
+    return run / SEGMENTS_DIRECTORY

@@ -22,9 +22,10 @@ def _manifest(
     environment: str | None = None,
     files: tuple[SnapshotFile, ...] = (),
     segments: tuple[SnapshotSegment, ...] = (),
+    state_segments: tuple[SnapshotSegment, ...] = (),
 ) -> RolloutSnapshotManifest:
     return RolloutSnapshotManifest(
-        schema_version=1,
+        schema_version=2,
         base_train_step=number,
         trainer_version=number,
         current_epoch=number,
@@ -36,6 +37,7 @@ def _manifest(
         kind=kind,
         files=files,
         segments=segments,
+        state_segments=state_segments,
     )
 
 
@@ -50,10 +52,15 @@ SAMPLES: Final = {
         kind=CheckpointKind.TRAINER_CHECKPOINT,
         fingerprint="f9" * 32,
         environment="guessing-1",
-        files=(_file("environment/episodes"), _file("rollout_state.bin")),
+        files=(_file("data_plane.bin"), _file("environment/episodes")),
         segments=(
             SnapshotSegment(digest="1b" * 32, size_bytes=70000),
             SnapshotSegment(digest="0c" * 32, size_bytes=5),
+        ),
+        state_segments=(
+            SnapshotSegment(digest="5a" * 32, size_bytes=4000),
+            SnapshotSegment(digest="4b" * 32, size_bytes=300),
+            SnapshotSegment(digest="4b" * 32, size_bytes=300),
         ),
     ),
     "empty": _manifest(0, dispatch_index=-1),
@@ -62,6 +69,7 @@ SAMPLES: Final = {
         dispatch_index=LARGEST,
         files=(_file("rollout_state.bin", LARGEST),),
         segments=(SnapshotSegment(digest="ff" * 32, size_bytes=LARGEST),),
+        state_segments=(SnapshotSegment(digest="00" * 32, size_bytes=LARGEST),),
     ),
     "non-ascii": _manifest(1, dispatch_index=0, environment="环境-é", files=(_file("é/模型"),)),
 }

@@ -31,6 +31,7 @@ FACTS = BundleFacts(
     rolled_back_train_group_count=2,
     environment_fingerprint="guessing",
     segments=("0b" * 32, "0a" * 32),
+    state_segments=("0d" * 32, "0c" * 32),
 )
 MANIFEST = manifest_of(
     FACTS,
@@ -39,6 +40,9 @@ MANIFEST = manifest_of(
         SnapshotFile(name=name, size_bytes=1, digest="00" * 32) for name in ("b", "a/c", "a")
     ),
     segments=tuple(SnapshotSegment(digest=name, size_bytes=2) for name in FACTS.segments),
+    state_segments=tuple(
+        SnapshotSegment(digest=name, size_bytes=3) for name in FACTS.state_segments
+    ),
 )
 PLACE = BundlePlace(step=3, number=1)
 

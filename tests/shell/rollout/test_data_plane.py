@@ -20,6 +20,7 @@ from rollsync.shell.rollout.data_plane.conformance import (
     ConformanceCheck,
     ConformanceFailure,
 )
+from rollsync.shell.rollout.data_plane.write_log import WriteLog
 from rollsync.shell.rollout.errors import DataPlaneError
 
 
@@ -76,6 +77,13 @@ class LivePin:
     def __init__(self, plane: PinsNothing, partition_id: str) -> None:
         self._plane, self._partition_id = plane, partition_id
 
+    @property
+    def writes(self) -> int:
+        return self._plane.pinned_now(self._partition_id).writes
+
+    def written_since(self, writes: int) -> frozenset[str]:
+        return self._plane.pinned_now(self._partition_id).written_since(writes)
+
     def revisions(self, keys: Iterable[str]) -> dict[str, int]:
         return self._plane.pinned_now(self._partition_id).revisions(keys)
 
@@ -100,6 +108,18 @@ class OneRevision(InProcessDataPlane):
         return StoredRow(merged.fields, merged.tags, 1)
 
 
+class ForgetsWrites(InProcessDataPlane):
+    async def put(
+        self,
+        partition_id: str,
+        rows: Mapping[str, Row],
+        *,
+        tags: Mapping[str, Tags] | None = None,
+    ) -> None:
+        await super().put(partition_id, rows, tags=tags)
+        self._logs[partition_id] = WriteLog()
+
+
 class LosesDtype(InProcessDataPlane):
     def _merge(self, held: StoredRow | None, row: Row, tags: Tags | None) -> StoredRow:
         return super()._merge(held, {name: tensor.float() for name, tensor in row.items()}, tags)
@@ -115,6 +135,7 @@ class LosesDtype(InProcessDataPlane):
         PassesOverMissing,
         PinsNothing,
         OneRevision,
+        ForgetsWrites,
         LosesDtype,
     ],
 )

@@ -27,7 +27,6 @@ from rollsync.pure.rollout.sampler import (
 )
 from rollsync.pure.rollout.state import Dropped, PromptPlace
 from rollsync.shell.errors import RollsyncError
-from rollsync.shell.rollout.archive import STATE_FILE
 from rollsync.shell.rollout.captured import DATA_PLANE_FILE, REPLAY_METADATA_FILE
 from rollsync.shell.rollout.data_plane import InProcessDataPlane, Row, Tags
 from rollsync.shell.rollout.segments import SegmentError
@@ -51,6 +50,15 @@ async def saved(root: Path) -> World:
     await world.do(reserve(4))
     assert (await world.snapshotter.save_rollout_snapshot()).saved
     return world
+
+
+def newest_bundle(world: World) -> PlainBundle:
+    return PlainBundle(world.archive.bundles()[-1])
+
+
+def newest_link(world: World) -> Path:
+    """The last segment of the newest bundle's state."""
+    return newest_bundle(world).newest_link
 
 
 def files_under(root: Path) -> dict[str, bytes]:
@@ -79,7 +87,7 @@ async def test_a_changed_sample_is_named(tmp_path: Path) -> None:
     del after.samples.contents["s4"]
     error = await check_refused(after, r"2 prompts in flight.*s2 \(other content\)")
     assert "s4 (missing)" in str(error)
-    assert STATE_FILE in str(error)
+    assert f"state segment {newest_link(after).name}" in str(error)
     assert "dataset" in error.remedy
 
 
@@ -121,18 +129,17 @@ async def test_a_sampler_of_another_kind_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"garbage", b"half"])
 async def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, damage: bytes) -> None:
     world = await saved(tmp_path)
-    path = world.archive.bundles()[0] / STATE_FILE
+    path = newest_link(world)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] if damage == b"half" else damage)
-    await check_refused(World(tmp_path), STATE_FILE)
+    await check_refused(World(tmp_path), f"state segment {path.name}")
 
 
 @pytest.mark.asyncio
 async def test_a_state_file_of_another_save_is_refused(tmp_path: Path) -> None:
     world = await saved(tmp_path)
-    (bundle,) = world.archive.bundles()
     await world.admit(5, 6)
-    (bundle / STATE_FILE).write_bytes(encode(world.state))
+    newest_link(world).write_bytes(encode(world.state))
     await check_refused(World(tmp_path), "field sampler_dispatch_index of the manifest is 1")
 
 
@@ -161,9 +168,8 @@ async def test_a_metadata_file_of_another_save_is_refused(
 @pytest.mark.asyncio
 async def test_the_ledger_of_another_save_is_refused(tmp_path: Path) -> None:
     world = await saved(tmp_path)
-    (bundle,) = world.archive.bundles()
     await world.do(dispatch("e0p3", 0))
-    (bundle / STATE_FILE).write_bytes(encode(world.state))
+    newest_link(world).write_bytes(encode(world.state))
     await check_refused(World(tmp_path), "field ledger_digest")
 
 
@@ -192,7 +198,7 @@ async def test_the_metadata_says_what_was_saved(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_a_missing_or_damaged_segment_is_named(tmp_path: Path) -> None:
     world = await saved(tmp_path)
-    (segment,) = (world.archive.root / "segments").iterdir()
+    (segment,) = newest_bundle(world).row_segments
     data = segment.read_bytes()
     segment.write_bytes(data[:100])
     error = await check_refused(World(tmp_path), segment.name)
@@ -227,9 +233,9 @@ async def test_loading_executes_nothing(tmp_path: Path, target: str) -> None:
     """A file made by an attacker, who can also give it the right digest, is refused unread."""
     world = await saved(tmp_path / "run")
     (bundle,) = world.archive.bundles()
-    (segment,) = (world.archive.root / "segments").iterdir()
+    (segment,) = newest_bundle(world).row_segments
     attacked = {
-        "state": bundle / STATE_FILE,
+        "state": newest_link(world),
         "metadata": bundle / REPLAY_METADATA_FILE,
         "segment": segment,
     }[target]

@@ -74,17 +74,17 @@ async def test_rows_are_written_once(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.ready(*range(40))
     await world.snapshotter.save_rollout_snapshot()
-    whole = world.archive.segment_bytes
+    whole = world.archive.row_bytes
     await world.ready(40)
     await world.snapshotter.save_rollout_snapshot()
-    assert world.archive.segment_bytes - whole < whole / 10
+    assert world.archive.row_bytes - whole < whole / 10
 
     resumed = World(tmp_path)
     await resumed.restore()
     await resumed.ready(41)
     assert await resumed.buffer.clear_retired() == 2
     await resumed.snapshotter.save_rollout_snapshot()
-    assert resumed.archive.segment_bytes < whole / 10, "a resumed run shares what it has read"
+    assert resumed.archive.row_bytes < whole / 10, "a resumed run shares what it has read"
     last = World(tmp_path)
     await last.restore()
     assert_same_rows(await last.rows(), await resumed.rows())
@@ -146,7 +146,8 @@ async def test_the_order_of_a_save(tmp_path: Path) -> None:
     assert world.archive.calls == [
         "has_anchor",
         "begin",
-        "put_segment",
+        "put_segment",  # the rows
+        "put_segment",  # the state
         "publish",
         "abandon",
         "prune",

@@ -108,7 +108,7 @@ def deleted(path: Path) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("name", ["rollout_state.bin", "manifest.bin"])
+@pytest.mark.parametrize("name", ["data_plane.bin", "manifest.bin"])
 @pytest.mark.parametrize("damage", [deleted, emptied, truncated, flipped])
 async def test_a_damaged_file_of_the_newest_leads_to_the_one_before(
     tmp_path: Path, name: str, damage: Callable[[Path], None]
@@ -125,11 +125,11 @@ async def test_a_damaged_file_of_the_newest_leads_to_the_one_before(
 
 
 @pytest.mark.asyncio
-async def test_swapped_state_files_leave_nothing_to_take_and_every_reason_is_said(
+async def test_swapped_files_leave_nothing_to_take_and_every_reason_is_said(
     tmp_path: Path,
 ) -> None:
     await two_saves(tmp_path)
-    swapped(tmp_path / "bootstrap" / "snapshots" / "000002" / "rollout_state.bin")
+    swapped(tmp_path / "bootstrap" / "snapshots" / "000002" / "data_plane.bin")
     world = world_at(tmp_path)
     with pytest.raises(StoreError) as caught:
         await world.restore()
@@ -146,8 +146,9 @@ async def test_a_missing_segment_leads_to_a_snapshot_that_does_not_need_it(tmp_p
     await world.ready(2)
     await save(world)
     world.die()
-    (newer,) = [path for path in (tmp_path / "segments").iterdir() if path.name not in before]
-    newer.unlink()
+    newer = [path for path in (tmp_path / "segments").iterdir() if path.name not in before]
+    assert len(newer) == 2, "one of rows and one of the state"
+    newer[0].unlink()
     after = await resumed(tmp_path)
     assert set(after.state.replay) == {"e0p0", "e0p1"}
 

@@ -41,6 +41,7 @@ from rollsync.pure.rollout.state import (
     TrainingProgress,
 )
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.files import is_ours
 from rollsync.shell.rollout.archive import BundleFacts, Chosen, RefusedBundle
 from rollsync.shell.rollout.barrier import CheckpointMutationKind, DataPlaneCheckpointBarrier
 from rollsync.shell.rollout.bundle_writer import BundleWriter
@@ -72,7 +73,8 @@ class PlainArchive:
         self.published: Callable[[], None] = lambda: None
         """Called when a bundle has its name."""
         self.anchors = {0}
-        self.segment_bytes = 0
+        self.row_bytes = 0
+        """Of new row segments."""
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -88,8 +90,8 @@ class PlainArchive:
         name = sha256(data).hexdigest()
         path = self.root / "segments" / name
         path.parent.mkdir(exist_ok=True)
-        if not path.exists():
-            self.segment_bytes += len(data)
+        if not path.exists() and not is_ours(data):
+            self.row_bytes += len(data)
         path.write_bytes(data)
         return name
 
@@ -150,6 +152,15 @@ class PlainBundle:
         self.path = path
         self.facts = msgspec.json.decode((path / "manifest").read_bytes(), type=BundleFacts)
         self.trainer_path = path if self.facts.base_train_step else None
+
+    @property
+    def newest_link(self) -> Path:
+        """The last segment of the state."""
+        return self.path.parent / "segments" / self.facts.state_segments[-1]
+
+    @property
+    def row_segments(self) -> list[Path]:
+        return [self.path.parent / "segments" / name for name in self.facts.segments]
 
     def read(self, name: str) -> bytes:
         return self._read(self.path / name)

@@ -60,7 +60,12 @@ def store_at(
 
 
 def facts(
-    kind: CheckpointKind, step: int, *, mutation_version: int = 0, segments: tuple[str, ...] = ()
+    kind: CheckpointKind,
+    step: int,
+    *,
+    mutation_version: int = 0,
+    segments: tuple[str, ...] = (),
+    chain: tuple[str, ...] = (),
 ) -> BundleFacts:
     return BundleFacts(
         kind=kind,
@@ -72,15 +77,25 @@ def facts(
         rolled_back_train_group_count=0,
         environment_fingerprint=None,
         segments=segments,
+        state_segments=chain,
     )
 
 
-def save_snapshot(store: SnapshotStore, step: int, save: int, *rows: bytes) -> Path:
-    """Save number `save`, with these row segments."""
+def save_snapshot(
+    store: SnapshotStore, step: int, save: int, *rows: bytes, chain: tuple[bytes, ...] = ()
+) -> Path:
+    """Save number `save`, with these row segments, and these links of a state."""
     draft = store.begin(CheckpointKind.ROLLOUT_SNAPSHOT, step)
     segments = tuple(store.put_segment(data) for data in rows)
+    links = tuple(store.put_segment(data) for data in chain)
     return draft.publish(
-        facts(CheckpointKind.ROLLOUT_SNAPSHOT, step, mutation_version=save, segments=segments),
+        facts(
+            CheckpointKind.ROLLOUT_SNAPSHOT,
+            step,
+            mutation_version=save,
+            segments=segments,
+            chain=links,
+        ),
         {STATE: state_of(save)},
     )
 

@@ -41,12 +41,13 @@ ANCHOR = Path("bootstrap", "anchor.bin")
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
-    """Checkpoint 1, snapshots 2 and 3 under it; 3 has a segment of its own and a shared one."""
+    """Checkpoint 1, snapshots 2 and 3 under it; 3 has segments of its own and shared ones. (The
+    state of 3 is a chain that the one of 2 does not begin, so that each link counts.)"""
     root = tmp_path / "run"
     store = store_at(root)
     save_checkpoint(store, 1, 1, b"rows a")
-    save_snapshot(store, 1, 2, b"rows a", b"rows b")
-    save_snapshot(store, 1, 3, b"rows b", b"rows c")
+    save_snapshot(store, 1, 2, b"rows a", b"rows b", chain=(b"base 2",))
+    save_snapshot(store, 1, 3, b"rows b", b"rows c", chain=(b"base 3", b"link", b"newest"))
     return root
 
 
@@ -61,7 +62,8 @@ def own_files(root: Path) -> list[Path]:
     store.choose()
     bundle = store.choose().bundle
     assert bundle is not None
-    return [*files, root / "segments" / bundle.facts.segments[-1]]
+    names = (*bundle.facts.state_segments, bundle.facts.segments[-1])
+    return [*files, *(root / "segments" / name for name in names)]
 
 
 def damages(path: Path) -> Iterator[tuple[str, bytes]]:

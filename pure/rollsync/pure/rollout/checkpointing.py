@@ -120,6 +120,8 @@ class DataPlaneCheckpointMetadata(Struct, frozen=True, kw_only=True):
     ledger_schema_version: int
     ledger_digest: str
     ledger_group_count: int
+    """This and `replay_group_count` are of the whole state; the digests are of what the save has
+    written down of it (see `CapturedRolloutState`)."""
 
 
 class CapturedRolloutState(Struct, frozen=True, kw_only=True):
@@ -130,8 +132,10 @@ class CapturedRolloutState(Struct, frozen=True, kw_only=True):
     next_nemo_gym_task_index: int
     replacement_reserve: Queue[PromptReference]
     replay_metadata: TQReplayMetadataState | None = None
+    """Of the ready groups that this save writes down: all, or those that changed since the save
+    that it adds to."""
     rollout_recovery_payload: bytes | None = None
-    """Encoded recovery ledger."""
+    """Encoded recovery ledger of the unfinished groups that this save writes down."""
     rollout_recovery_group_count: int | None = None
     replay_row_count: int
     staging_row_count: int

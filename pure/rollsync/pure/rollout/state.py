@@ -279,6 +279,11 @@ def sample_id_of(group_id: str, sibling_index: int) -> str:
     return f"{group_id}/{sibling_index}"
 
 
+def owner_of(key: str) -> str:
+    """The group whose row has this key, if any has. See `staged_key` for the rule of the prefix."""
+    return key.partition("/")[0]
+
+
 def fresh_state(
     *, dataset_digest: str, seed: int, sampler_stamps_target_steps: bool
 ) -> RolloutState:

@@ -2,7 +2,7 @@
 
 A bundle is one directory: a trainer checkpoint with the rollout state of the same step, or a
 rollout snapshot between two of them. Rule kept here: a manifest names every file of its bundle and
-every row segment that it shares with others, each with size and digest, so that what verifies is
+every segment that it shares with others, each with size and digest, so that what verifies is
 exactly what was written.
 """
 
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from rollsync.pure.rollout.checkpointing import CheckpointKind
 
-MANIFEST_SCHEMA_VERSION = 1
+MANIFEST_SCHEMA_VERSION = 2
 """Of the layout that the manifest describes: which files a bundle has and what they mean."""
 MANIFEST_FILE = "manifest.bin"
 SNAPSHOTS_DIRECTORY = "snapshots"
@@ -32,6 +32,9 @@ class BundleFacts(Struct, frozen=True, kw_only=True):
     environment_fingerprint: str | None
     segments: tuple[str, ...]
     """Row segments, oldest first: of a row that is in several, the last counts."""
+    state_segments: tuple[str, ...]
+    """The chain of the rollout state (`rollsync.pure.snapshot.chain`): a base, then differences.
+    Empty in bundles of layout 1, which have a file of their own for it."""
 
 
 class SnapshotFile(Struct, frozen=True, kw_only=True):
@@ -45,14 +48,14 @@ class SnapshotFile(Struct, frozen=True, kw_only=True):
 
 
 class SnapshotSegment(Struct, frozen=True, kw_only=True):
-    """A row segment of the run, named by the digest of its content."""
+    """A file that bundles of the run share, named by the digest of its content."""
 
     digest: str
     size_bytes: int
 
 
 class RolloutSnapshotManifest(Struct, frozen=True, kw_only=True):
-    """A bundle's manifest. The first fields are the reference's; the last three go beyond it."""
+    """A bundle's manifest. The first fields are the reference's; the last four go beyond it."""
 
     schema_version: int
     base_train_step: int
@@ -68,7 +71,15 @@ class RolloutSnapshotManifest(Struct, frozen=True, kw_only=True):
     files: tuple[SnapshotFile, ...]
     """Every file but the manifest, sorted by name."""
     segments: tuple[SnapshotSegment, ...]
-    """Oldest first."""
+    """Of rows, oldest first."""
+    state_segments: tuple[SnapshotSegment, ...]
+    """Of the rollout state: its base, then differences, oldest first; one may come twice."""
+
+    @property
+    def shared(self) -> tuple[SnapshotSegment, ...]:
+        """Every segment that the bundle needs, each once."""
+        each = {segment.digest: segment for segment in (*self.state_segments, *self.segments)}
+        return tuple(each.values())
 
     @property
     def facts(self) -> BundleFacts:
@@ -83,6 +94,7 @@ class RolloutSnapshotManifest(Struct, frozen=True, kw_only=True):
             rolled_back_train_group_count=self.rolled_back_train_group_count,
             environment_fingerprint=self.environment_fingerprint,
             segments=tuple(segment.digest for segment in self.segments),
+            state_segments=tuple(segment.digest for segment in self.state_segments),
         )
 
 
@@ -92,11 +104,13 @@ def manifest_of(
     fingerprint: str,
     files: tuple[SnapshotFile, ...],
     segments: tuple[SnapshotSegment, ...],
+    state_segments: tuple[SnapshotSegment, ...],
 ) -> RolloutSnapshotManifest:
     """The manifest of a bundle with these files, in any order.
 
     Args:
         segments: in the order of `facts.segments`.
+        state_segments: in the order of `facts.state_segments`.
     """
     return RolloutSnapshotManifest(
         schema_version=MANIFEST_SCHEMA_VERSION,
@@ -111,6 +125,7 @@ def manifest_of(
         kind=facts.kind,
         files=tuple(sorted(files, key=lambda file: file.name)),
         segments=segments,
+        state_segments=state_segments,
     )
 
 

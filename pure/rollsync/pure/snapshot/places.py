@@ -70,7 +70,7 @@ def snapshot_of(name: str) -> int | None:
 
 
 def is_segment(name: str) -> bool:
-    """Whether a file in `segments/` with this name is a row segment."""
+    """Whether a file in `segments/` with this name is a segment."""
     return _SEGMENT.fullmatch(name) is not None
 
 

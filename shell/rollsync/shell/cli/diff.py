@@ -17,7 +17,7 @@ from rollsync.codecs.view import Change, changes, view
 from rollsync.pure.rollout.diff import diff, diff_lines
 from rollsync.pure.rollout.state import RolloutState
 from rollsync.shell.errors import RollsyncError
-from rollsync.shell.files import read_value, state_file_in
+from rollsync.shell.files import read_state, read_value
 
 _SHOWN_CHARACTERS = 100
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _value(path: Path) -> object:
-    return read_value(state_file_in(path) if path.is_dir() else path)
+    return read_state(path) if path.is_dir() else read_value(path)
 
 
 def _line(change: Change) -> str:

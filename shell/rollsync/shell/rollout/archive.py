@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 STATE_FILE = "rollout_state.bin"
-"""The state's file in a bundle: one envelope of kind `rollout.state`."""
+"""The state's file in bundles of layout 1: one envelope of kind `rollout.state`. Since then the
+state lies in segments."""
 ENVIRONMENT_DIRECTORY = "environment"
 """Where an environment's files are in a bundle."""
 
@@ -66,7 +67,7 @@ class SnapshotArchive(Protocol):
         ...
 
     def put_segment(self, data: bytes) -> str:
-        """Make a row segment durable; its name. Equal data have equal names, written once."""
+        """Make a segment durable; its name. Equal data have equal names, written once."""
         ...
 
     def begin(self, kind: CheckpointKind, train_steps: int) -> BundleDraft:

@@ -1,37 +1,32 @@
-"""Turns the value and the pin of one cut into a bundle: rows into segments, state into its file.
+"""Turns the value and the pin of one cut into a bundle: rows and state into segments.
 
 Rules kept here: everything that takes time runs in a thread, and is waited for also when the save
 is cancelled; rows are read in chunks, so a save needs the memory of one chunk and not of the
-buffer; what earlier saves wrote is remembered only after it is durable.
+buffer; what earlier saves wrote is remembered only after it is durable, and a save then adds to it
+what has changed since.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from msgspec import Struct
-from returns.pipeline import is_successful
 
 from rollsync.codecs import encode
-from rollsync.pure.rollout.capture import (
-    Capture,
-    FinalizationUnsettled,
-    capture,
-    describe_refusal,
-)
 from rollsync.pure.rollout.checkpointing import CapturedRolloutState, CheckpointKind
-from rollsync.pure.rollout.inventory import describe_problem, saving_problems, take_inventory
-from rollsync.pure.rollout.row_segments import RowSegments, SavedRow, plan_row_save
-from rollsync.pure.rollout.state import RolloutState
-from rollsync.shell.errors import RollsyncError
-from rollsync.shell.rollout.archive import (
-    STATE_FILE,
-    BundleDraft,
-    BundleFacts,
-    SnapshotArchive,
+from rollsync.pure.rollout.newest import NewestPart, part_of_difference, part_of_whole
+from rollsync.pure.rollout.row_segments import (
+    RowSegments,
+    SavedRow,
+    after_save,
+    nothing_saved,
+    plan_row_save,
 )
+from rollsync.pure.snapshot.chain import extends
+from rollsync.pure.snapshot.manifest import SnapshotSegment
+from rollsync.shell.rollout.archive import BundleDraft, BundleFacts, SnapshotArchive
 from rollsync.shell.rollout.captured import (
     DATA_PLANE_FILE,
     REPLAY_METADATA_FILE,
@@ -40,6 +35,7 @@ from rollsync.shell.rollout.captured import (
     data_plane_metadata,
 )
 from rollsync.shell.rollout.data_plane import PinnedRows, StoredRow
+from rollsync.shell.rollout.kept import Cut, Kept, LastSave, keep
 from rollsync.shell.rollout.segments import encode_segment, row_bytes, saved_row
 from rollsync.shell.rollout.settle import settled
 
@@ -47,29 +43,12 @@ _ROWS_PER_READ = 256
 _SEGMENT_BYTES = 64 * 1024 * 1024
 
 
-class RolloutInvariantError(RollsyncError):
-    """The state contradicts itself or its rows: a resume from it would be wrong."""
-
-
-class FinalizationPending(RollsyncError):
-    """A finalization outside its barrier section: nobody knows yet what it published."""
-
-
-class Cut(Struct, frozen=True, kw_only=True):
-    """What the exclusive cut takes."""
-
-    state: RolloutState
-    mutation_version: int
-
-
 class PreparedBundle(Struct, frozen=True, kw_only=True):
     """What a bundle will hold."""
 
     kind: CheckpointKind
-    capture: Capture
-    rows: dict[str, int]
-    """Revision of every row, by key."""
-    mutation_version: int
+    kept: Kept
+    cut: Cut
 
 
 class WrittenBundle(Struct, frozen=True, kw_only=True):
@@ -78,21 +57,34 @@ class WrittenBundle(Struct, frozen=True, kw_only=True):
     path: Path
     captured: CapturedRolloutState
     segment_bytes: int
-    """Bytes of new segments."""
+    """Bytes of new row segments."""
+    state_bytes: int
+    """Bytes of the new link of the state's chain."""
     file_bytes: int
-    """Bytes of the state's files."""
+    """Bytes of the bundle's own files about state and rows."""
+
+
+class _Link(Struct, frozen=True, kw_only=True):
+    """The newest link of the state's chain, written."""
+
+    chain: tuple[SnapshotSegment, ...]
+    """It is the last one."""
+    newest: NewestPart
 
 
 class BundleWriter:
-    """Writes bundles of one run and shares rows between them."""
+    """Writes bundles of one run and shares segments between them."""
 
     def __init__(self, archive: SnapshotArchive) -> None:
         self._archive = archive
-        self._saved = RowSegments(rows={}, row_counts={})
+        self._rows = nothing_saved()
+        self._before: LastSave | None = None
 
-    def remember(self, saved: RowSegments) -> None:
-        """Take over what a restore has read, so that the next save shares it."""
-        self._saved = saved
+    def remember(self, rows: RowSegments) -> None:
+        """Take over the rows that a restore has read, so that the next save shares them. It writes
+        the whole state."""
+        self._rows = rows
+        self._before = None
 
     async def prepare(self, cut: Cut, pinned: PinnedRows, kind: CheckpointKind) -> PreparedBundle:
         """Decide what is kept of the cut, and check that the rows are there.
@@ -101,12 +93,12 @@ class BundleWriter:
             RolloutInvariantError: the state must not be saved.
             FinalizationPending: it may not be saved now.
         """
-        kept = await settled(asyncio.to_thread(_captured, cut.state, kind))
-        rows = pinned.revisions((*kept.replay_rows, *kept.staging_rows))
-        await settled(asyncio.to_thread(_check, kept, rows))
-        return PreparedBundle(
-            kind=kind, capture=kept, rows=rows, mutation_version=cut.mutation_version
+        kept = await settled(
+            asyncio.to_thread(
+                keep, cut, pinned, kind, before=self._before, saved_rows=self._rows.rows
+            )
         )
+        return PreparedBundle(kind=kind, kept=kept, cut=cut)
 
     async def write(
         self,
@@ -128,65 +120,82 @@ class BundleWriter:
         """
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        rows, segment_bytes = await self._write_rows(prepared.rows, pinned)
+        kept = prepared.kept
+        before, self._before = self._before, None  # After a save that fails, all is written anew.
+        chain = () if before is None else before.chain
+        rows, segment_bytes = await self._write_rows(kept, pinned)
         rows_save_s = clock() - started_s
-        captured = await settled(
-            asyncio.to_thread(
-                captured_state,
-                prepared.capture,
+        writes = pinned.writes
+
+        def finish() -> tuple[LastSave, WrittenBundle]:
+            link = self._write_link(kept, chain, prepared.kind)
+            captured = captured_state(
+                kept.state,
+                link.newest,
                 rows.rows,
                 run,
-                mutation_version=prepared.mutation_version,
+                replay_row_count=kept.replay_row_count,
+                rolled_back_train_group_count=kept.rolled_back_train_group_count,
+                mutation_version=prepared.cut.mutation_version,
                 rows_save_s=rows_save_s,
             )
-        )
-        files = await settled(asyncio.to_thread(_files, captured, run, prepared.kind))
-        state = captured.state
-        facts = BundleFacts(
-            kind=prepared.kind,
-            base_train_step=state.progress.train_steps,
-            trainer_version=state.progress.trainer_version,
-            current_epoch=state.progress.current_epoch,
-            sampler_dispatch_index=state.sampler_dispatch_index,
-            mutation_version=prepared.mutation_version,
-            rolled_back_train_group_count=prepared.capture.rolled_back_train_group_count,
-            environment_fingerprint=run.environment_fingerprint,
-            segments=tuple(rows.row_counts),
-        )
+            files = {
+                REPLAY_METADATA_FILE: encode(captured.replay_metadata),
+                DATA_PLANE_FILE: encode(data_plane_metadata(captured, run, prepared.kind)),
+            }
+            path = draft.publish(_facts(prepared, run, rows, link.chain), files)
+            return LastSave(
+                state=kept.state,
+                chain=link.chain,
+                replay_row_count=kept.replay_row_count,
+                writes=writes,
+                restores=prepared.cut.touched.restores,
+            ), WrittenBundle(
+                path=path,
+                captured=captured,
+                segment_bytes=segment_bytes,
+                state_bytes=link.chain[-1].size_bytes,
+                file_bytes=sum(len(data) for data in files.values()),
+            )
 
         async def publish() -> None:
-            path = await asyncio.to_thread(draft.publish, facts, files)
+            last, written = await asyncio.to_thread(finish)
             # Only now: of segments that no bundle lists, retention may remove any.
-            self._saved = rows
-            published(
-                WrittenBundle(
-                    path=path,
-                    captured=captured,
-                    segment_bytes=segment_bytes,
-                    file_bytes=sum(len(data) for data in files.values()),
-                )
-            )
+            self._rows = rows
+            self._before = last
+            published(written)
 
         await settled(publish())
 
-    async def _write_rows(
-        self, needed: dict[str, int], pinned: PinnedRows
-    ) -> tuple[RowSegments, int]:
+    def _write_link(
+        self, kept: Kept, chain: tuple[SnapshotSegment, ...], kind: CheckpointKind
+    ) -> _Link:
+        """Make the newest link durable: what has changed since `chain`, or the whole state."""
+        if kept.change is not None:
+            data = encode(kept.change)
+            if extends(chain, len(data), kind):
+                return _Link(
+                    chain=(*chain, self._put(data)), newest=part_of_difference(kept.change)
+                )
+        return _Link(chain=(self._put(encode(kept.state)),), newest=part_of_whole(kept.state))
+
+    def _put(self, data: bytes) -> SnapshotSegment:
+        return SnapshotSegment(digest=self._archive.put_segment(data), size_bytes=len(data))
+
+    async def _write_rows(self, kept: Kept, pinned: PinnedRows) -> tuple[RowSegments, int]:
         """Segments that hold the needed rows, oldest first, and the bytes of the new ones."""
-        plan = await settled(asyncio.to_thread(plan_row_save, needed, self._saved))
-        segments = _NewSegments(self._archive, needed)
-        for start in range(0, len(plan.write), _ROWS_PER_READ):
-            segments.add(await pinned.get(plan.write[start : start + _ROWS_PER_READ]))
+        plan = await settled(
+            asyncio.to_thread(plan_row_save, kept.rows, self._rows, gone=kept.gone)
+        )
+        segments = _NewSegments(self._archive, plan.write)
+        keys = list(plan.write)
+        for start in range(0, len(keys), _ROWS_PER_READ):
+            segments.add(await pinned.get(keys[start : start + _ROWS_PER_READ]))
             if segments.pending_bytes >= _SEGMENT_BYTES:
                 await settled(asyncio.to_thread(segments.flush))
         await settled(asyncio.to_thread(segments.flush))
-        counts = {name: self._saved.row_counts[name] for name in plan.keep}
-        rows = {key: row for key, row in self._saved.rows.items() if row.segment in counts}
-        for name, written in segments.written.items():
-            counts.pop(name, None)  # Written again with equal content: it is the newest now.
-            counts[name] = len(written)
-            rows.update(written)
-        return RowSegments(rows=rows, row_counts=counts), segments.written_bytes
+        rows = await settled(asyncio.to_thread(after_save, plan, self._rows, segments.written))
+        return rows, segments.written_bytes
 
 
 class _NewSegments:
@@ -219,30 +228,22 @@ class _NewSegments:
         self.pending_bytes = 0
 
 
-def _captured(state: RolloutState, kind: CheckpointKind) -> Capture:
-    kept = capture(state, kind)
-    if is_successful(kept):
-        return kept.unwrap()
-    refused = kept.failure()
-    if isinstance(refused, FinalizationUnsettled):
-        raise FinalizationPending(describe_refusal(refused))
-    raise RolloutInvariantError(describe_refusal(refused))
-
-
-def _check(kept: Capture, rows_there: Collection[str]) -> None:
-    problems = saving_problems(take_inventory(kept.state, rows_there))
-    if problems:
-        raise RolloutInvariantError(
-            f"{len(problems)} problems, first: {describe_problem(problems[0])}",
-            remedy="stop the run: a resume from this state would be wrong",
-        )
-
-
-def _files(
-    captured: CapturedRolloutState, run: SavingRun, kind: CheckpointKind
-) -> dict[str, bytes]:
-    return {
-        STATE_FILE: encode(captured.state),
-        REPLAY_METADATA_FILE: encode(captured.replay_metadata),
-        DATA_PLANE_FILE: encode(data_plane_metadata(captured, run, kind)),
-    }
+def _facts(
+    prepared: PreparedBundle,
+    run: SavingRun,
+    rows: RowSegments,
+    chain: tuple[SnapshotSegment, ...],
+) -> BundleFacts:
+    state = prepared.kept.state
+    return BundleFacts(
+        kind=prepared.kind,
+        base_train_step=state.progress.train_steps,
+        trainer_version=state.progress.trainer_version,
+        current_epoch=state.progress.current_epoch,
+        sampler_dispatch_index=state.sampler_dispatch_index,
+        mutation_version=prepared.cut.mutation_version,
+        rolled_back_train_group_count=prepared.kept.rolled_back_train_group_count,
+        environment_fingerprint=run.environment_fingerprint,
+        segments=tuple(segment.name for segment in rows.segments),
+        state_segments=tuple(segment.digest for segment in chain),
+    )

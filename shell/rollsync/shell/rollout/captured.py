@@ -1,8 +1,10 @@
 """What a save says about its replay index and its rows, beside the state itself.
 
 Two more files of a bundle, so that another program can read which rows belong to which group
-without the whole state. Rule kept here: both are derived from the state and the rows of one cut,
-and tied to it by digests, so that parts of two saves do not pass for one.
+without the state. They describe what the newest link of the state's chain brings: everything beside
+a whole state, what changed beside a difference. Rule kept here: both are derived from the state and
+the rows of one cut, and tied to it by digests and counts, so that parts of two saves do not pass
+for one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from msgspec.structs import replace
 from rollsync.codecs import encode
 from rollsync.codecs.rollout.recovery_ledger import RECOVERY_LEDGER
 from rollsync.codecs.rollout.replay_metadata import replay_manifest_digest
-from rollsync.pure.rollout.capture import Capture
 from rollsync.pure.rollout.checkpointing import (
     CapturedRolloutState,
     CheckpointKind,
@@ -24,6 +25,7 @@ from rollsync.pure.rollout.checkpointing import (
     TQReplayGroupState,
     TQReplayMetadataState,
 )
+from rollsync.pure.rollout.newest import NewestPart
 from rollsync.pure.rollout.row_segments import SavedRow
 from rollsync.pure.rollout.sampler import PromptGroupSampler
 from rollsync.pure.rollout.state import ReplayGroup, RolloutState
@@ -55,30 +57,33 @@ def name_of(sampler: PromptGroupSampler) -> str:
 
 
 def captured_state(
-    kept: Capture,
+    state: RolloutState,
+    newest: NewestPart,
     rows: Mapping[str, SavedRow],
     run: SavingRun,
     *,
+    replay_row_count: int,
+    rolled_back_train_group_count: int,
     mutation_version: int,
     rows_save_s: float,
 ) -> CapturedRolloutState:
-    """The capture in the reference's terms. O(n).
+    """The capture in the reference's terms. Costs as much as `newest` has.
 
     Args:
-        rows: what is saved of every row that the capture names.
+        newest: what the save's link of the state brings.
+        rows: every saved row.
     """
-    state = kept.state
     return CapturedRolloutState(
         dataloader_state=state.dataloader_state,
         sampler_dispatch_index=state.sampler_dispatch_index,
         next_nemo_gym_task_index=state.next_nemo_gym_task_index,
         replacement_reserve=state.runtime.replacement_reserve,
-        replay_metadata=_replay_metadata(state, rows, run),
-        rollout_recovery_payload=encode(state.ledger),
+        replay_metadata=_replay_metadata(newest, rows, run),
+        rollout_recovery_payload=encode(newest.ledger),
         rollout_recovery_group_count=len(state.ledger.groups),
-        replay_row_count=len(kept.replay_rows),
-        staging_row_count=len(kept.staging_rows),
-        rolled_back_train_group_count=kept.rolled_back_train_group_count,
+        replay_row_count=replay_row_count,
+        staging_row_count=len(rows) - replay_row_count,
+        rolled_back_train_group_count=rolled_back_train_group_count,
         mutation_version=mutation_version,
         tq_save_seconds=rows_save_s,
         state=state,
@@ -103,7 +108,7 @@ def data_plane_metadata(
         sampler_name=run.sampler_name,
         mode=kind,
         replay_digest=replay.manifest_digest,
-        replay_group_count=len(replay.groups),
+        replay_group_count=len(captured.state.replay),
         ledger_schema_version=RECOVERY_LEDGER.newest_version,
         ledger_digest=sha256(payload).hexdigest(),
         ledger_group_count=len(captured.state.ledger.groups),
@@ -112,12 +117,17 @@ def data_plane_metadata(
 
 def disagreement(
     state: RolloutState,
+    newest: NewestPart,
     replay: TQReplayMetadataState,
     metadata: DataPlaneCheckpointMetadata,
     kind: CheckpointKind,
 ) -> tuple[str, str] | None:
     """The first field in which a bundle's files are not of one save, with what is wrong; None when
-    they agree."""
+    they agree.
+
+    Args:
+        newest: what the last link of the state brings.
+    """
     progress = state.progress
     for field, said, found in (
         ("mode", metadata.mode, kind),
@@ -130,24 +140,24 @@ def disagreement(
     ):
         if said != found:
             return field, f"{said}, the other files have {found}"
-    expected = [_group(group, fields=(), tags=()) for group in _in_commit_order(state)]
+    expected = [_group(group, fields=(), tags=()) for group in newest.replay]
     listed = [_bare(group) for group in replay.groups]
     if expected != listed:
         return "groups", f"{len(listed)} groups that are not those of the state"
     # The digest of the ledger depends on the schema version that it was written in.
     if metadata.ledger_schema_version == RECOVERY_LEDGER.newest_version:
-        digest = sha256(encode(state.ledger)).hexdigest()
+        digest = sha256(encode(newest.ledger)).hexdigest()
         if metadata.ledger_digest != digest:
             return "ledger_digest", f"{metadata.ledger_digest}, the state's ledger has {digest}"
     return None
 
 
 def _replay_metadata(
-    state: RolloutState, rows: Mapping[str, SavedRow], run: SavingRun
+    newest: NewestPart, rows: Mapping[str, SavedRow], run: SavingRun
 ) -> TQReplayMetadataState:
     groups = tuple(
         _group(group, fields=rows[first].fields, tags=rows[first].tags)
-        for group in _in_commit_order(state)
+        for group in newest.replay
         for first in group.sample_ids[:1]
     )
     return TQReplayMetadataState(
@@ -158,10 +168,6 @@ def _replay_metadata(
         manifest_digest=replay_manifest_digest(groups),
         groups=groups,
     )
-
-
-def _in_commit_order(state: RolloutState) -> list[ReplayGroup]:
-    return sorted(state.replay.values(), key=lambda group: group.commit_index)
 
 
 def _group(

@@ -36,6 +36,8 @@ class StateCell:
         self._state = state
         self._barrier = barrier
         self._listeners: list[TransitionListener] = []
+        self.restores = 0
+        """How often a whole state was put in place, which no event describes."""
 
     @property
     def state(self) -> RolloutState:
@@ -95,6 +97,7 @@ class StateCell:
                 remedy="restore inside a recovery_restore section",
             )
         self._state = state
+        self.restores += 1
         for event in events:
             for listener in self._listeners:
                 listener(event, state)

@@ -19,7 +19,7 @@ from rollsync.pure.rollout.events import (
     RowsCleared,
     SiblingSealed,
 )
-from rollsync.pure.rollout.state import FinalizedReward, ReplayGroup, sample_id_of
+from rollsync.pure.rollout.state import FinalizedReward, ReplayGroup, owner_of, sample_id_of
 from rollsync.shell.rollout.barrier import CheckpointMutationKind, DataPlaneCheckpointBarrier
 from rollsync.shell.rollout.cell import StateCell
 from rollsync.shell.rollout.data_plane import DataPlane, Row
@@ -181,5 +181,5 @@ class TQReplayBuffer:
             return len(keys)
 
     def _is_published(self, key: str) -> bool:
-        group = self._cell.state.replay.get(key.partition("/")[0])
+        group = self._cell.state.replay.get(owner_of(key))
         return group is not None and key in group.sample_ids

@@ -23,7 +23,7 @@ from rollsync.pure.rollout.checkpointing import (
 )
 from rollsync.pure.rollout.episodes import EnvironmentEpisode
 from rollsync.pure.rollout.resume import ResumePlan, ResumePolicy, SiblingsResumed
-from rollsync.pure.rollout.row_segments import RowSegments
+from rollsync.pure.rollout.row_segments import found_segments
 from rollsync.pure.rollout.state import (
     DatumSpec,
     RolloutAttemptStatus,
@@ -163,17 +163,11 @@ class RolloutRestorer(_UsesRolloutParts):
         pinned = self._dp_client.pin(self._partition_id)
         revisions = pinned.revisions(sources)
         pinned.release()
-        self._writer.remember(
-            RowSegments(
-                rows={
-                    key: saved_row(
-                        segments[sources[key]][key], segment=sources[key], revision=revision
-                    )
-                    for key, revision in revisions.items()
-                },
-                row_counts={name: len(rows) for name, rows in segments.items()},
-            )
-        )
+        rows = {
+            key: saved_row(segments[sources[key]][key], segment=sources[key], revision=revision)
+            for key, revision in revisions.items()
+        }
+        self._writer.remember(found_segments(segments, rows))
 
 
 def _rows_to_load(

@@ -29,19 +29,15 @@ from rollsync.pure.rollout.checkpointing import (
 )
 from rollsync.pure.rollout.state import RolloutState
 from rollsync.shell.rollout.archive import ENVIRONMENT_DIRECTORY, BundleDraft, SnapshotArchive
-from rollsync.shell.rollout.bundle_writer import (
-    BundleWriter,
-    Cut,
-    FinalizationPending,
-    RolloutInvariantError,
-    WrittenBundle,
-)
+from rollsync.shell.rollout.bundle_writer import BundleWriter, WrittenBundle
 from rollsync.shell.rollout.captured import SavingRun, name_of
 from rollsync.shell.rollout.data_plane import PinnedRows
 from rollsync.shell.rollout.environments import EnvironmentResumeError, EnvironmentSaveError
 from rollsync.shell.rollout.errors import DataPlaneError
+from rollsync.shell.rollout.kept import Cut, FinalizationPending, RolloutInvariantError
 from rollsync.shell.rollout.parts import RolloutParts, _UsesRolloutParts
 from rollsync.shell.rollout.settle import settled
+from rollsync.shell.rollout.touched import TouchedGroups
 
 _logger = logging.getLogger(__name__)
 
@@ -101,6 +97,7 @@ class RolloutSnapshotter(_UsesRolloutParts):
         self._tell_ended = ended
         self._save_timeout_s = parts.master_config.checkpointing.save_timeout_s
         self._writer = BundleWriter(archive) if writer is None else writer
+        self._touched = TouchedGroups(self._cell)
         self._lock = asyncio.Lock()
         self._saved_version: int | None = None
         self.last_error: BaseException | None = None
@@ -230,6 +227,7 @@ class RolloutSnapshotter(_UsesRolloutParts):
         def published(written: WrittenBundle) -> None:
             attempt.written = written
             self._saved_version = cut.mutation_version
+            self._touched.saved(cut.touched)
             self._trace.record(RolloutTraceKind.PUBLISHED, str(written.path))
 
         await self._writer.write(
@@ -252,7 +250,11 @@ class RolloutSnapshotter(_UsesRolloutParts):
             if window_open or not _same_weights(state, before):
                 raise _Skipped(Reason.TRAINER_STATE_CHANGED)
             pinned = self._dp_client.pin(self._partition_id)
-            cut = Cut(state=state, mutation_version=exclusive.mutation_version)
+            cut = Cut(
+                state=state,
+                mutation_version=exclusive.mutation_version,
+                touched=self._touched.cut(),
+            )
             self._trace.record(RolloutTraceKind.CUT_TAKEN, attempt.kind)
         self._trace.record(RolloutTraceKind.CUT_LEFT, attempt.kind)
         return cut, pinned
@@ -303,6 +305,7 @@ class RolloutSnapshotter(_UsesRolloutParts):
             kept = written.captured
             metrics |= {
                 "rollout_checkpoint/segment_bytes": float(written.segment_bytes),
+                "rollout_checkpoint/state_bytes": float(written.state_bytes),
                 "rollout_checkpoint/file_bytes": float(written.file_bytes),
                 "rollout_checkpoint/replay_rows": float(kept.replay_row_count),
                 "rollout_checkpoint/staging_rows": float(kept.staging_row_count),

@@ -13,7 +13,8 @@ from typing import TypeVar
 from msgspec import Struct
 from returns.pipeline import is_successful
 
-from rollsync.codecs import decode, describe
+from rollsync.codecs import DecodeError, decode, describe
+from rollsync.codecs.rollout.chain import ReadChain, read_chain
 from rollsync.pure.rollout.checkpointing import (
     DataPlaneCheckpointMetadata,
     TQReplayMetadataState,
@@ -74,10 +75,11 @@ class BundleValidator(_UsesRolloutParts):
         Raises:
             RolloutRestoreError: this run may not resume from it.
         """
-        state = _read(bundle, STATE_FILE, RolloutState)
+        chain = _read_state(bundle)
+        state = chain.state
         _check_facts(bundle, state)
         metadata = _read(bundle, DATA_PLANE_FILE, DataPlaneCheckpointMetadata)
-        _check_metadata(bundle, state, metadata)
+        _check_metadata(bundle, chain, metadata)
         self._check_environment(bundle)
         self._check_samples(bundle, state)
         segments = {
@@ -96,7 +98,7 @@ class BundleValidator(_UsesRolloutParts):
         if problems:
             listed = "; ".join(describe_problem(problem) for problem in problems[:5])
             raise RolloutRestoreError(
-                f"{bundle.path / STATE_FILE}: {len(problems)} problems: {listed}",
+                f"{_state_name(bundle)}: {len(problems)} problems: {listed}",
                 remedy="resume with the settings that the message names, or from an older snapshot",
             )
         plan = plan_resume(state, self._policy)
@@ -127,13 +129,13 @@ class BundleValidator(_UsesRolloutParts):
         saved = state.dataloader_state.dataset_digest
         if changed:
             raise RolloutRestoreError(
-                f"{bundle.path / STATE_FILE}: {len(changed)} prompts in flight are not in the "
+                f"{_state_name(bundle)}: {len(changed)} prompts in flight are not in the "
                 f"dataset as they were: {', '.join(changed[:5])}",
                 remedy="resume with the dataset that the run was saved with",
             )
         if saved != self._dataloader.digest:
             raise RolloutRestoreError(
-                f"{bundle.path / STATE_FILE}: field dataset_digest is {saved}, "
+                f"{_state_name(bundle)}: field dataset_digest is {saved}, "
                 f"this run's dataset is {self._dataloader.digest}",
                 remedy="resume with the dataset that the run was saved with; its position says "
                 "nothing about another one",
@@ -158,21 +160,47 @@ class BundleValidator(_UsesRolloutParts):
         return found
 
 
+def _state_links(bundle: FoundBundle) -> tuple[str, ...]:
+    """What the state is read from, for people: its base first."""
+    names = bundle.facts.state_segments
+    return tuple(f"{bundle.path}, state segment {name}" for name in names) or (
+        str(bundle.path / STATE_FILE),
+    )
+
+
+def _state_name(bundle: FoundBundle) -> str:
+    return _state_links(bundle)[-1]
+
+
+def _read_state(bundle: FoundBundle) -> ReadChain:
+    names = bundle.facts.state_segments
+    links = map(bundle.read_segment, names) if names else iter((bundle.read(STATE_FILE),))
+    read = read_chain(links)
+    if not is_successful(read):
+        broken = read.failure()
+        raise _undecodable(_state_links(bundle)[broken.index], broken.error)
+    return read.unwrap()
+
+
 def _read(bundle: FoundBundle, name: str, kind: type[T]) -> T:
     decoded = decode(bundle.read(name), kind)
     if not is_successful(decoded):
-        raise RolloutRestoreError(
-            f"{bundle.path / name}: {describe(decoded.failure())}",
-            remedy="resume with the rollsync that wrote it, or a newer one",
-        )
+        raise _undecodable(str(bundle.path / name), decoded.failure())
     return decoded.unwrap()
 
 
+def _undecodable(name: str, error: DecodeError) -> RolloutRestoreError:
+    return RolloutRestoreError(
+        f"{name}: {describe(error)}",
+        remedy="resume with the rollsync that wrote it, or a newer one",
+    )
+
+
 def _check_metadata(
-    bundle: FoundBundle, state: RolloutState, metadata: DataPlaneCheckpointMetadata
+    bundle: FoundBundle, chain: ReadChain, metadata: DataPlaneCheckpointMetadata
 ) -> None:
     replay = _read(bundle, REPLAY_METADATA_FILE, TQReplayMetadataState)
-    differs = disagreement(state, replay, metadata, bundle.facts.kind)
+    differs = disagreement(chain.state, chain.newest, replay, metadata, bundle.facts.kind)
     if differs is not None:
         field, why = differs
         raise RolloutRestoreError(
@@ -192,7 +220,7 @@ def _check_facts(bundle: FoundBundle, state: RolloutState) -> None:
     ):
         if said != found:
             raise RolloutRestoreError(
-                f"{bundle.path}: field {field} of the manifest is {said}, that of {STATE_FILE} is "
+                f"{bundle.path}: field {field} of the manifest is {said}, that of the state is "
                 f"{found}: they are of two saves",
                 remedy=_OLDER,
             )

@@ -149,14 +149,14 @@ def _report(reader: RunReader, survey: Survey, place: BundlePlace) -> BundleRepo
         if manifest is None
         else [
             *(file.size_bytes for file in manifest.files),
-            *(segment.size_bytes for segment in manifest.segments),
+            *(segment.size_bytes for segment in manifest.shared),
         ]
     )
     return BundleReport(
         path=str(reader.path(place).relative_to(reader.root)),
         problem=None if is_successful(checked) else checked.failure().why,
         files=0 if manifest is None else len(manifest.files),
-        segments=0 if manifest is None else len(manifest.segments),
+        segments=0 if manifest is None else len(manifest.shared),
         size_bytes=sum(sizes),
     )
 

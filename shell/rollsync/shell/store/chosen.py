@@ -39,7 +39,7 @@ class FoundBundle(Protocol):
         ...
 
     def read_segment(self, name: str) -> bytes:
-        """A row segment that the bundle lists.
+        """A segment that the bundle lists, of rows or of the state.
 
         Raises:
             RollsyncError: it is not there, or is damaged.

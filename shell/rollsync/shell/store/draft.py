@@ -89,6 +89,7 @@ class StoredDraft:
             fingerprint=self._fingerprint,
             files=(*listed, *self._others(files)),
             segments=tuple(self._segment(name) for name in facts.segments),
+            state_segments=tuple(self._segment(name) for name in facts.state_segments),
         )
         write_file(self._fs, self._path / MANIFEST_FILE, encode(manifest))
         sync_tree(self._fs, self._path)

@@ -84,11 +84,11 @@ class RunReader:
 
     @property
     def segments_path(self) -> Path:
-        """Where the row segments are."""
+        """Where the segments are."""
         return self.root / SEGMENTS_DIRECTORY
 
     def segment_path(self, name: str) -> Path:
-        """Where a row segment is."""
+        """Where a segment is."""
         return self.segments_path / name
 
     def names(self, directory: Path) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class RunReader:
         )
 
     def segments(self) -> tuple[str, ...]:
-        """Names of all row segments on disk."""
+        """Names of all segments on disk."""
         return tuple(filter(is_segment, self.names(self.segments_path)))
 
     def anchor(self) -> Result[BootstrapAnchor, Fault] | None:
@@ -199,7 +199,7 @@ class RunReader:
         directory = self.path(place)
         files = [file for file in manifest.files if segments or not is_of_rollout(file.name)]
         wanted = [(directory / file.name, file.name, file) for file in files]
-        for segment in manifest.segments if segments else ():
+        for segment in manifest.shared if segments else ():
             if segment.digest in but_not:
                 continue
             file = SnapshotFile(
@@ -291,7 +291,7 @@ class StoredBundle:
         raise StoreError(DamagedBundleFile(path=str(self.path / name), why="no file of the bundle"))
 
     def read_segment(self, name: str) -> bytes:
-        for segment in self._manifest.segments:
+        for segment in self._manifest.shared:
             if segment.digest == name:
                 file = SnapshotFile(name=name, size_bytes=segment.size_bytes, digest=name)
                 return self._read(self._reader.segment_path(name), file)

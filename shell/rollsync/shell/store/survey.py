@@ -20,6 +20,11 @@ from rollsync.shell.store.reader import Fault, RunReader
 Checked = Result[RolloutSnapshotManifest, Fault]
 
 
+def names_of(manifest: RolloutSnapshotManifest) -> tuple[str, ...]:
+    """Names of the segments that a bundle needs."""
+    return tuple(segment.digest for segment in manifest.shared)
+
+
 class Survey:
     """Verifies bundles, and remembers what came of it."""
 
@@ -55,7 +60,7 @@ class Survey:
     def trust(self, place: BundlePlace, manifest: RolloutSnapshotManifest) -> None:
         """The bundle is whole and durable, and so are its segments."""
         self._alone[place] = Success(manifest)
-        self._segments.update(segment.digest for segment in manifest.segments)
+        self._segments.update(segment.digest for segment in manifest.shared)
 
     def doubt(self, place: BundlePlace, manifest: RolloutSnapshotManifest) -> None:
         """The bundle is whole, but may be gone after a power failure."""
@@ -90,7 +95,7 @@ class Survey:
         return ListedBundle(
             place=place,
             condition=self._condition(place, checked),
-            segments=manifest.unwrap().facts.segments if is_successful(manifest) else None,
+            segments=names_of(manifest.unwrap()) if is_successful(manifest) else None,
         )
 
     def forget(self, place: BundlePlace) -> None:
@@ -132,7 +137,7 @@ class Survey:
         if known is None:
             known = self._reader.verified(place, but_not=self._compared)
             if is_successful(known):
-                self._compared.update(known.unwrap().facts.segments)
+                self._compared.update(names_of(known.unwrap()))
             # An error of the disk may be gone the next time.
             if is_successful(known) or not known.failure().is_transient:
                 self._alone[place] = known

@@ -189,6 +189,21 @@ def _revisions(plane: DataPlane) -> dict[str, int]:
         pinned.release()
 
 
+async def a_pin_tells_what_was_written_since(plane: DataPlane) -> None:
+    """Every row that was put after a pin is among what a later pin says was written since."""
+    await plane.put("since", {"a": {"x": torch.tensor([1])}, "b": {"x": torch.tensor([1])}})
+    first = plane.pin("since")
+    _demand(first.written_since(0) >= {"a", "b"}, "everything was written since the beginning")
+    before = first.writes
+    _demand(not first.written_since(before), "nothing was written since a pin by its own account")
+    first.release()
+    await plane.put("since", {"b": {"y": torch.tensor([2])}, "c": {"x": torch.tensor([1])}})
+    second = plane.pin("since")
+    _demand(second.written_since(before) >= {"b", "c"}, "later puts are named")
+    _demand("a" not in second.written_since(before), "what was not put again is not named")
+    second.release()
+
+
 async def a_released_pin_is_of_no_use(plane: DataPlane) -> None:
     """Releasing twice is releasing once, two pins are independent, reading after it is an error."""
     await plane.put("released", {"a": {"x": torch.tensor([1])}})
@@ -214,5 +229,6 @@ CONFORMANCE_CHECKS: tuple[ConformanceCheck, ...] = (
     missing_rows_are_errors_for_get_only,
     a_pin_holds_the_rows_of_its_moment,
     revisions_tell_changed_rows,
+    a_pin_tells_what_was_written_since,
     a_released_pin_is_of_no_use,
 )

@@ -12,6 +12,7 @@ import torch
 from rpds import HashTrieMap
 
 from rollsync.shell.rollout.data_plane.protocol import PinnedRows, Row, StoredRow, Tags
+from rollsync.shell.rollout.data_plane.write_log import PinnedLog, WriteLog
 from rollsync.shell.rollout.errors import DataPlaneError
 
 _NO_TAGS: Tags = {}
@@ -22,6 +23,7 @@ class InProcessDataPlane:
 
     def __init__(self) -> None:
         self._partitions: dict[str, HashTrieMap[str, StoredRow]] = {}
+        self._logs: dict[str, WriteLog] = {}
         self._next_revision = 1
 
     async def put(
@@ -41,7 +43,9 @@ class InProcessDataPlane:
             )
         held = self._rows(partition_id)
         merged = {key: self._merge(held.get(key), row, tags.get(key)) for key, row in rows.items()}
-        self._partitions[partition_id] = held.update(merged)
+        after = held.update(merged)
+        self._partitions[partition_id] = after
+        self._log(partition_id).note(merged, held=after)
 
     async def get(
         self, partition_id: str, keys: Sequence[str], *, fields: Sequence[str] | None = None
@@ -69,7 +73,10 @@ class InProcessDataPlane:
 
     def pin(self, partition_id: str) -> PinnedRows:
         """See `DataPlane.pin`."""
-        return _PinnedMap(partition_id, self._rows(partition_id))
+        return _PinnedMap(partition_id, self._rows(partition_id), self._log(partition_id).pin())
+
+    def _log(self, partition_id: str) -> WriteLog:
+        return self._logs.setdefault(partition_id, WriteLog())
 
     def _rows(self, partition_id: str) -> HashTrieMap[str, StoredRow]:
         nothing: HashTrieMap[str, StoredRow] = HashTrieMap()
@@ -86,9 +93,19 @@ class InProcessDataPlane:
 class _PinnedMap:
     """Rows of a moment: the map of that moment."""
 
-    def __init__(self, partition_id: str, rows: HashTrieMap[str, StoredRow]) -> None:
+    def __init__(
+        self, partition_id: str, rows: HashTrieMap[str, StoredRow], log: PinnedLog
+    ) -> None:
         self._partition_id = partition_id
         self._rows: HashTrieMap[str, StoredRow] | None = rows
+        self._log = log
+
+    @property
+    def writes(self) -> int:
+        return self._log.writes
+
+    def written_since(self, writes: int) -> frozenset[str]:
+        return self._log.since(writes)
 
     def revisions(self, keys: Iterable[str]) -> dict[str, int]:
         held = self._held()

@@ -38,7 +38,20 @@ class StoredRow:
 
 
 class PinnedRows(Protocol):
-    """The rows that a partition held at the moment of `DataPlane.pin`, until released."""
+    """The rows that a partition held at the moment of `DataPlane.pin`, until released.
+
+    `revisions` and `written_since` may be called in any thread.
+    """
+
+    @property
+    def writes(self) -> int:
+        """How many writes of rows the partition had seen. Only for `written_since`."""
+        ...
+
+    def written_since(self, writes: int) -> frozenset[str]:
+        """Keys of at least the rows that were there and were put after so many writes: all that
+        may have another revision than they had then. Costs what was put, not what there is."""
+        ...
 
     def revisions(self, keys: Iterable[str]) -> dict[str, int]:
         """Revision of each key that was there, without reading rows; absent keys are left out."""

@@ -34,6 +34,7 @@ from rollsync.shell.rollout.data_plane.stamped_rows import (
     rows_of_payloads,
     stamp_of,
 )
+from rollsync.shell.rollout.data_plane.write_log import PinnedLog, WriteLog
 from rollsync.shell.rollout.errors import DataPlaneError
 
 _FIELD = "rollsync_row"
@@ -62,6 +63,7 @@ class TransferQueueDataPlane:
         self._deadline_s = deadline_s
         self._stamps = RowStamps()
         self._known: dict[str, HashTrieMap[str, _Known]] = {}
+        self._logs: dict[str, WriteLog] = {}
         self._revisions = itertools.count(1)
         self._pins: set[_HeldRows] = set()
         self._released = asyncio.Event()
@@ -96,7 +98,9 @@ class TransferQueueDataPlane:
                 for key in rows
             }
             await self._write(partition_id, merged, after)
-            self._known[partition_id] = known.update(after)
+            after_write = known.update(after)
+            self._known[partition_id] = after_write
+            self._log(partition_id).note(after, held=after_write)
 
     async def get(
         self, partition_id: str, keys: Sequence[str], *, fields: Sequence[str] | None = None
@@ -132,7 +136,9 @@ class TransferQueueDataPlane:
             for key, tags in listed.items()
             if key not in known
         }
-        self._known[partition_id] = known.update(left)
+        found = known.update(left)
+        self._known[partition_id] = found
+        self._log(partition_id).note(left, held=found)
         return {key: dict(row.tags) for key, row in self._rows(partition_id).items()}
 
     async def clear(self, partition_id: str, keys: Iterable[str]) -> None:
@@ -160,7 +166,9 @@ class TransferQueueDataPlane:
                 f"partition {partition_id}: a write is under way",
                 remedy="write rows inside barrier sections, and pin inside the cut",
             )
-        held = _HeldRows(self, partition_id, self._rows(partition_id))
+        held = _HeldRows(
+            self, partition_id, self._rows(partition_id), self._log(partition_id).pin()
+        )
         self._pins.add(held)
         return held
 
@@ -203,6 +211,9 @@ class TransferQueueDataPlane:
                 f"partition {partition_id}: TransferQueue failed: {type(error).__name__}: {error}",
                 remedy="see Ray's logs of its controller and storage units; the run can be resumed",
             ) from error
+
+    def _log(self, partition_id: str) -> WriteLog:
+        return self._logs.setdefault(partition_id, WriteLog())
 
     def _require(
         self, partition_id: str, known: HashTrieMap[str, _Known], keys: Sequence[str]
@@ -271,10 +282,19 @@ class _HeldRows:
         plane: TransferQueueDataPlane,
         partition_id: str,
         known: HashTrieMap[str, _Known],
+        log: PinnedLog,
     ) -> None:
         self._plane = plane
         self._partition_id = partition_id
         self._known: HashTrieMap[str, _Known] | None = known
+        self._log = log
+
+    @property
+    def writes(self) -> int:
+        return self._log.writes
+
+    def written_since(self, writes: int) -> frozenset[str]:
+        return self._log.since(writes)
 
     def holds(self, partition_id: str, keys: Iterable[str]) -> bool:
         known = self._known

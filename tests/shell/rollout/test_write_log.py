@@ -1,0 +1,41 @@
+"""A pinned log says which rows were written since, whatever is written, cleared or tidied later."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollsync.shell.rollout.data_plane.write_log import PinnedLog, WriteLog
+
+WRITES = st.lists(
+    st.tuples(
+        st.sets(st.integers(0, 40).map(str), min_size=1), st.sets(st.integers(0, 40).map(str))
+    )
+)
+
+
+@given(WRITES)
+def test_every_row_written_since_is_named(writes: list[tuple[set[str], set[str]]]) -> None:
+    """Each step writes some keys and then clears some."""
+    log, held = WriteLog(), set[str]()
+    written: list[set[str]] = []
+    pins: list[tuple[PinnedLog, set[str]]] = [(log.pin(), set())]
+    for put, cleared in writes:
+        held |= put
+        log.note(sorted(put), held=held)
+        written.append(set(put))
+        pins.append((log.pin(), set(held)))
+        held -= cleared
+    for earlier, (first, _) in enumerate(pins):
+        for later in range(earlier, len(pins)):
+            second, there = pins[later]
+            since = set().union(*written[earlier:later])
+            assert since & there <= second.since(first.writes) <= since
+
+
+def test_a_log_is_no_longer_than_its_rows_ask_for() -> None:
+    log = WriteLog()
+    for number in range(10_000):
+        log.note([str(number % 10)], held=[str(each) for each in range(10)])
+    assert len(log.pin().since(0)) == 10
+    assert len(log._entries) <= 2 * 10 + 64
