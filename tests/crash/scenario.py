@@ -69,16 +69,16 @@ def metadata_of(save: Save) -> bytes:
 
 
 def chain_of(save: Save) -> list[bytes]:
-    """The state: a base, and a difference of each save of the same process since. A checkpoint
-    begins a chain, and so does the first save of a process."""
-    numbers = [save.number]
-    while save.kind is SNAPSHOT and 1 < numbers[0] < _EXTRA:
-        before = RUN[numbers[0] - 2]
-        numbers.insert(0, before.number)
-        if before.kind is CHECKPOINT:
-            break
-    sizes = [1500, *(200 for _ in numbers[1:])]
-    return [content("state", *link) for link in zip(numbers, sizes, strict=True)]
+    """The state: a base, and differences. A checkpoint begins a chain, and so do the first save of
+    a resumed process and every third of the others: of the run, saves 1, 3 and 6."""
+    first = save.number
+    if save.kind is SNAPSHOT and save.number < _EXTRA:
+        first = max(1, save.number - save.number % 3)
+    base, *changes = range(first, save.number + 1)
+    return [
+        content("state", base, 1500),
+        *(content("state change", number, 200) for number in changes),
+    ]
 
 
 def episodes_of(save: Save) -> bytes:

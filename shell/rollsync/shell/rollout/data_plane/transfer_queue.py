@@ -136,9 +136,9 @@ class TransferQueueDataPlane:
             for key, tags in listed.items()
             if key not in known
         }
-        found = known.update(left)
-        self._known[partition_id] = found
-        self._log(partition_id).note(left, held=found)
+        all_known = known.update(left)
+        self._known[partition_id] = all_known
+        self._log(partition_id).note(left, held=all_known)
         return {key: dict(row.tags) for key, row in self._rows(partition_id).items()}
 
     async def clear(self, partition_id: str, keys: Iterable[str]) -> None:
