@@ -88,7 +88,7 @@ SAMPLES: Final = {
         body=control.ProbeOffered(agent=None, address=2**47 - 1, contents=b"\x00\xff")
     ),
     "destinations-offered": control.ControlMessage(body=control.DestinationsOffered(digest="c2")),
-    "destinations-requested": control.ControlMessage(body=control.DestinationsRequested()),
+    "destinations-answered": control.ControlMessage(body=control.DestinationsAnswered(known=True)),
     "destinations-reported": control.ControlMessage(
         body=control.DestinationsReported(
             destinations=(

@@ -185,8 +185,10 @@ class DestinationsOffered(Struct, frozen=True, kw_only=True, tag="destinations_o
     """`direct.destinations_digest` of what it would report; None when it reads nothing."""
 
 
-class DestinationsRequested(Struct, frozen=True, kw_only=True, tag="destinations_requested"):
-    """The sender does not know the destinations of that digest."""
+class DestinationsAnswered(Struct, frozen=True, kw_only=True, tag="destinations_answered"):
+    """Whether the sender knows the destinations of that digest; if not, they are reported next."""
+
+    known: bool
 
 
 class DestinationsReported(Struct, frozen=True, kw_only=True, tag="destinations_reported"):
@@ -262,7 +264,7 @@ ControlBody = (
     | BucketReleased
     | ProbeOffered
     | DestinationsOffered
-    | DestinationsRequested
+    | DestinationsAnswered
     | DestinationsReported
     | TensorsOffered
     | TensorsTaken

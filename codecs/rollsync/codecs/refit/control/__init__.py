@@ -65,7 +65,7 @@ def _body(wire: v2.ControlBody) -> control.ControlBody:
         case (
             v2.ProbeOffered()
             | v2.DestinationsOffered()
-            | v2.DestinationsRequested()
+            | v2.DestinationsAnswered()
             | v2.DestinationsReported()
             | v2.TensorsOffered()
             | v2.TensorsTaken()

@@ -11,7 +11,7 @@ from rollsync.pure.refit.load_plan import Region
 DirectBody = (
     v2.ProbeOffered
     | v2.DestinationsOffered
-    | v2.DestinationsRequested
+    | v2.DestinationsAnswered
     | v2.DestinationsReported
     | v2.TensorsOffered
     | v2.TensorsTaken
@@ -45,8 +45,8 @@ def body_from_wire(wire: DirectBody) -> control.ControlBody:
             )
         case v2.DestinationsOffered():
             return control.DestinationsOffered(digest=wire.digest)
-        case v2.DestinationsRequested():
-            return control.DestinationsRequested()
+        case v2.DestinationsAnswered():
+            return control.DestinationsAnswered(known=wire.known)
         case v2.DestinationsReported():
             return control.DestinationsReported(
                 destinations=tuple(_destination(each) for each in wire.destinations)

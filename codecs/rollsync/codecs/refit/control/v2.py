@@ -96,8 +96,10 @@ class DestinationsOffered(Wire, frozen=True, kw_only=True, tag="destinations_off
     digest: str | None
 
 
-class DestinationsRequested(Wire, frozen=True, kw_only=True, tag="destinations_requested"):
-    """The sender asks for them."""
+class DestinationsAnswered(Wire, frozen=True, kw_only=True, tag="destinations_answered"):
+    """Whether the sender knows them."""
+
+    known: bool
 
 
 class Region(Wire, frozen=True, kw_only=True):
@@ -164,7 +166,7 @@ ControlBody = (
     | BucketReleased
     | ProbeOffered
     | DestinationsOffered
-    | DestinationsRequested
+    | DestinationsAnswered
     | DestinationsReported
     | TensorsOffered
     | TensorsTaken

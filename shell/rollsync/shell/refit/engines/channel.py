@@ -21,6 +21,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -84,6 +85,9 @@ class ControlChannel:
         self._received = 0
         self._limit = GREETING_LIMIT_BYTES
         self._unread = bytearray()
+        self._aside: type[ControlBody] | None = None
+        self._set_aside: deque[tuple[ControlBody, bytes]] = deque()
+        self._others: deque[tuple[ControlBody, bytes]] = deque()
         self.while_looking: Callable[[], object] = os.sched_yield
         """What is done between two looks for an answer."""
         self.stage = "connected"
@@ -136,6 +140,10 @@ class ControlChannel:
             return
         self.close()
 
+    def set_aside(self, kind: type[ControlBody]) -> None:
+        """From here on `receive` leaves messages of this kind to `receive_aside`."""
+        self._aside = kind
+
     async def receive(self) -> tuple[ControlBody, bytes]:
         """The next message and its bytes.
 
@@ -145,6 +153,21 @@ class ControlChannel:
             PeerRefused: the frame is too long, has a wrong code, or is no control message.
             TransferTimeout: nothing came in time.
         """
+        while not self._others:
+            self._sort(await self._next())
+        return self._others.popleft()
+
+    async def receive_aside(self) -> ControlBody:
+        """The next message of the kind that is set aside; it raises what `receive` does."""
+        while not self._set_aside:
+            self._sort(await self._next())
+        return self._set_aside.popleft()[0]
+
+    def _sort(self, message: tuple[ControlBody, bytes]) -> None:
+        aside = self._aside is not None and isinstance(message[0], self._aside)
+        (self._set_aside if aside else self._others).append(message)
+
+    async def _next(self) -> tuple[ControlBody, bytes]:
         try:
             frame = self._frame() or self._look()
             if frame is None:

@@ -117,6 +117,10 @@ class Outlet:
                 await self._pack(part.spec.name, _inside(tensor, part.box))
                 self._name_also(part.spec.aliases, part.spec.name)
 
+    async def flush(self) -> None:
+        """Announce what was put so far: receivers have it before what is announced next."""
+        await self._announce()
+
     async def end(self) -> None:
         """Announce the last part, and the end; the receivers have yet to accept it."""
         sent = self._bucket + 1 if self._packer.tensors else 0

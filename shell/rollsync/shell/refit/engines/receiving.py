@@ -24,11 +24,13 @@ from rollsync.pure.refit.control import (
     StreamAccepted,
     StreamBegins,
     StreamEnded,
+    TensorsOffered,
 )
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch
 from rollsync.shell.refit.engines.batches import ConsumerStop
 from rollsync.shell.refit.engines.channel import ControlChannel
+from rollsync.shell.refit.engines.direct_receiving import DirectReader
 from rollsync.shell.refit.engines.errors import PeerRefused
 from rollsync.shell.refit.engines.greeting import Greeting, Place
 from rollsync.shell.refit.engines.lifelines import HeldLifeline
@@ -50,6 +52,7 @@ async def receive_stream(
     expectation: Expectation,
     timeout_s: float,
     stop: ConsumerStop,
+    direct: DirectReader | None,
 ) -> AsyncGenerator[Batch, None]:
     """The batches of the next stream.
 
@@ -61,12 +64,15 @@ async def receive_stream(
         expectation: what it knows and wants of the stream.
         timeout_s: how long one wait may take.
         stop: where the consumer's error is noted when it stops early.
+        direct: reads what does not come in batches; None: everything does.
     """
     sender = await Greeting(listener, feeder, medium, place, timeout_s).sender()
     channel = sender.channel
     async with _telling(channel, place.rollout_rank, stop):
         begins = await answer_plan(channel, expectation)
-        arrivals = _Arrivals(channel, sender.memory, begins, medium.assembly)
+        if direct is not None:
+            await direct.open(channel)
+        arrivals = _Arrivals(channel, sender.memory, begins, medium.assembly, direct)
         async with aclosing(arrivals.batches()) as arriving:
             async for whole in arriving:
                 yield whole
@@ -83,9 +89,11 @@ class _Arrivals:
         memory: ReceiverMemory,
         begins: StreamBegins,
         assembly: Assembly,
+        direct: DirectReader | None,
     ) -> None:
         self._channel = channel
         self._memory = memory
+        self._direct = direct
         if (
             begins.first_byte + begins.bucket_bytes * memory.region.count > memory.region.size
             or begins.first_byte % ALIGNMENT_BYTES
@@ -99,7 +107,7 @@ class _Arrivals:
         self._announced_bytes = 0
         self._released = 0
         # What is announced and not handed on yet; of these, how many are being read.
-        self._coming: deque[BucketFilled | StreamEnded] = deque()
+        self._coming: deque[BucketFilled | TensorsOffered | StreamEnded] = deque()
         self._started = 0
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
@@ -109,6 +117,9 @@ class _Arrivals:
             if isinstance(part, StreamEnded):
                 self._check_end(part)
                 return
+            if isinstance(part, TensorsOffered):
+                await self._take_directly(part)
+                continue
             self._check_contents(part)
             whole = self._unpacker.take(part)
             # The next part travels while this one is loaded.
@@ -118,7 +129,12 @@ class _Arrivals:
                 yield whole
             await self._release(self._unpacker.settle())
 
-    async def _next(self) -> BucketFilled | StreamEnded:
+    async def _take_directly(self, offered: TensorsOffered) -> None:
+        if self._direct is None:
+            raise self._channel.unexpected(offered)
+        await self._direct.take(self._channel, offered)
+
+    async def _next(self) -> BucketFilled | TensorsOffered | StreamEnded:
         """The next part, which has come."""
         channel = self._channel
         if not self._coming:
@@ -129,6 +145,7 @@ class _Arrivals:
         if isinstance(part, BucketFilled):
             self._enter("read a bucket", part.pieces[0].name if part.pieces else "")
             await self._memory.fetch(channel, self._place(part))
+        if not isinstance(part, StreamEnded):
             self._started -= 1
         return part
 
@@ -140,8 +157,9 @@ class _Arrivals:
             part = self._coming[self._started]
             if isinstance(part, StreamEnded):
                 return
-            size = part.filled_bytes - part.begin_bytes
-            self._memory.start(self._channel, self._place(part), size)
+            if isinstance(part, BucketFilled):
+                size = part.filled_bytes - part.begin_bytes
+                self._memory.start(self._channel, self._place(part), size)
             self._started += 1
 
     def _place(self, part: BucketFilled) -> int:
@@ -150,7 +168,7 @@ class _Arrivals:
     def _note(self, body: ControlBody, message: bytes) -> None:
         """Check an announcement against those before it."""
         ended = bool(self._coming) and isinstance(self._coming[-1], StreamEnded)
-        if isinstance(body, StreamEnded) and not ended:
+        if isinstance(body, StreamEnded | TensorsOffered) and not ended:
             self._coming.append(body)
             return
         if not isinstance(body, BucketFilled) or ended:

@@ -10,10 +10,11 @@ import hmac
 import secrets
 from collections.abc import Mapping, Sequence
 
+import torch
 from msgspec import Struct
 from returns.pipeline import is_successful
 
-from rollsync.pure.refit import describe
+from rollsync.pure.refit import TensorSpec, describe
 from rollsync.pure.refit.control import Challenge, Failed, Hello, Welcome
 from rollsync.pure.refit.layout import SentPart
 from rollsync.pure.refit.sharing import share_buffers
@@ -21,6 +22,7 @@ from rollsync.shell.refit.engines.addresses import connect
 from rollsync.shell.refit.engines.base import Weights
 from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
 from rollsync.shell.refit.engines.declared import Declaration, DeclaredOrder, Repeated
+from rollsync.shell.refit.engines.direct_sending import DirectSender
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused
 from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.opening import offer_plan
@@ -45,6 +47,7 @@ class SendingStream:
         timeout_s: how long one wait may take.
         checksum: whether buckets carry one.
         declaration: what the weights were declared as; None when they were not.
+        direct: offers receivers what they read themselves; None when they read nothing so.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class SendingStream:
         timeout_s: float,
         checksum: bool,
         declaration: Declaration | None,
+        direct: DirectSender | None,
     ) -> None:
         self._memory = memory
         self._policy_rank = policy_rank
@@ -65,6 +69,7 @@ class SendingStream:
         self._timeout_s = timeout_s
         self._checksum = checksum
         self._declaration = declaration
+        self._direct = direct
         self._channels: list[ControlChannel] = []
         self._stage = "connected"
         self._tensor = ""
@@ -80,10 +85,11 @@ class SendingStream:
                 self._enter("packed", name)
                 declared = order.place(name, tensor)
                 if declared is not Repeated.ALIAS:
-                    for outlet in outlets:
-                        await outlet.put(declared, name, tensor)
+                    await self._put(outlets, declared, name, tensor)
                 self._enter("made the weights")
             order.check_complete()
+            if self._direct is not None:
+                await self._direct.end()
             self._enter("waited for the stream's acceptance")
             for outlet in outlets:
                 await outlet.end()
@@ -97,6 +103,23 @@ class SendingStream:
             await asyncio.gather(serving, return_exceptions=True)
         for channel in self._channels:
             channel.close()
+
+    async def _put(
+        self,
+        outlets: Sequence[Outlet],
+        declared: TensorSpec | None,
+        name: str,
+        tensor: torch.Tensor,
+    ) -> None:
+        if self._direct is not None and self._direct.takes(name, tensor):
+            if self._direct.has_offered_nothing:
+                # The weight version comes first, and with it the receiver's update begins.
+                for outlet in outlets:
+                    await outlet.flush()
+            await self._direct.put(name, tensor)
+            return
+        for outlet in outlets:
+            await outlet.put(declared, name, tensor)
 
     async def _open(self, receivers: Sequence[Receiver]) -> list[Outlet]:
         """Connect to all receivers, and agree with each on what it is sent."""
@@ -121,6 +144,8 @@ class SendingStream:
         ]
         for outlet in outlets:
             await outlet.begin()
+        if self._direct is not None:
+            await self._direct.open(self._channels)
         return outlets
 
     async def _connect_to_all(self, receivers: Sequence[Receiver]) -> None:

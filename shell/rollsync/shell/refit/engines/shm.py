@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from rollsync.shell.refit.engines.addresses import Listener
+from rollsync.shell.refit.engines.direct import DirectMemory
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium
+from rollsync.shell.refit.engines.process_memory import OtherMemory, OwnMemory
 from rollsync.shell.refit.engines.staged import (
     BUFFERS,
     DEFAULT_TIMEOUT_S,
@@ -32,6 +34,9 @@ class ShmCheckpointEngine(StagedEngine):
         bucket_size: bytes of one buffer, a multiple of 256.
         refit_timeout_s: how long one wait for the other end may take.
         checksum: check every bucket with XXH3.
+        direct: read tensors straight from the policy's memory into the parameters, where a first
+            stream has shown that the engine's loader only copies them there. The policy's iterator
+            then has to leave what it has yielded as it is.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -43,6 +48,7 @@ class ShmCheckpointEngine(StagedEngine):
         *,
         refit_timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = True,
+        direct: bool = False,
         release_after_refit: bool = False,
     ) -> None:
         if not sys.platform.startswith("linux"):
@@ -51,7 +57,12 @@ class ShmCheckpointEngine(StagedEngine):
                 remedy="use the nixl engine on this system",
             )
         del release_after_refit
-        super().__init__(bucket_size, refit_timeout_s=refit_timeout_s, checksum=checksum)
+        super().__init__(
+            bucket_size,
+            refit_timeout_s=refit_timeout_s,
+            checksum=checksum,
+            direct=DirectMemory(OwnMemory(), OtherMemory()) if direct else None,
+        )
 
     def _listen(self) -> Listener:
         return Listener.on_this_host()

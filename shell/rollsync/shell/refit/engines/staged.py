@@ -32,6 +32,9 @@ from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch, DeclaringEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
 from rollsync.shell.refit.engines.declared import Declaration, Layout
+from rollsync.shell.refit.engines.direct import Destinations, DirectMemory
+from rollsync.shell.refit.engines.direct_receiving import DirectReader
+from rollsync.shell.refit.engines.direct_sending import DirectSender
 from rollsync.shell.refit.engines.greeting import Place
 from rollsync.shell.refit.engines.lifelines import HeldLifeline, Lifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
@@ -51,11 +54,19 @@ class StagedEngine(DeclaringEngine):
         bucket_size: bytes of one buffer, a multiple of 256.
         refit_timeout_s: how long one wait for the other end may take.
         checksum: check every bucket with XXH3.
+        direct: how receivers read tensors themselves; None when they do not.
     """
 
     backend: ClassVar[str]
 
-    def __init__(self, bucket_size: int, *, refit_timeout_s: float, checksum: bool) -> None:
+    def __init__(
+        self,
+        bucket_size: int,
+        *,
+        refit_timeout_s: float,
+        checksum: bool,
+        direct: DirectMemory | None = None,
+    ) -> None:
         mistake = check_bucket_bytes(bucket_size)
         if mistake is not None:
             raise RefitConfigurationError(describe(mistake), error=mistake)
@@ -76,6 +87,9 @@ class StagedEngine(DeclaringEngine):
         self._rollout_world_size = 0
         self._receivers: tuple[Receiver, ...] = ()
         self._expectation = Expectation()
+        self._direct = direct
+        self._peers_read_directly = False
+        self._destinations: Destinations | None = None
 
     @abstractmethod
     def _listen(self) -> Listener:
@@ -123,6 +137,15 @@ class StagedEngine(DeclaringEngine):
         """Whether the stream that is being received carries parts."""
         return self._expectation.comes_in_parts
 
+    @property
+    def reads_directly(self) -> bool:
+        """Whether a receiver reads tensors itself, once it knows where to."""
+        return self._direct is not None
+
+    def read_into(self, destinations: Destinations | None) -> None:
+        """Take the destinations of the next stream; None: everything is handed out in batches."""
+        self._destinations = destinations
+
     def prepare(self) -> dict[str, object]:
         """Listen for the sender. Buffers are reserved when this turns out to be a sender."""
         if self._listener is None:
@@ -135,6 +158,7 @@ class StagedEngine(DeclaringEngine):
             "address": self._listener.address,
             "secret": self._listener.secret.hex(),
             "lifeline": self._lifeline.address,
+            "direct": self.reads_directly,
         }
 
     def init_policy_process_group(
@@ -152,6 +176,7 @@ class StagedEngine(DeclaringEngine):
         self._rollout_world_size = rollout_world_size
         fed = _routes(train_world_size, rollout_world_size).receivers_of(PolicyWorker(worker_rank))
         self._receivers = tuple(_receiver(workers[train_world_size + rank], rank) for rank in fed)
+        self._peers_read_directly = all(worker["direct"] is True for worker in workers)
         if self._receivers and self._memory is None:
             self._memory = self._reserve()
 
@@ -170,6 +195,7 @@ class StagedEngine(DeclaringEngine):
         self._rollout_world_size = rollout_world_size
         if self._medium is None:
             self._medium = self._reader()
+        self._peers_read_directly = all(worker["direct"] is True for worker in workers)
         feeder = _routes(train_world_size, rollout_world_size).sender_to(rollout_rank)
         if self._feeder is not None:
             self._feeder.close()
@@ -197,8 +223,13 @@ class StagedEngine(DeclaringEngine):
             timeout_s=self._timeout_s,
             checksum=self._checksum,
             declaration=self._expectation.declaration,
+            direct=self._direct_sender(),
         )
-        await stream.send(self._receivers, weights)
+        try:
+            await stream.send(self._receivers, weights)
+        finally:
+            if self._direct is not None:
+                self._direct.own.withdraw()
 
     def receive_weight_batches(self) -> AsyncGenerator[Batch, None]:
         """Receive one stream: each batch is valid until the next is asked for.
@@ -223,8 +254,24 @@ class StagedEngine(DeclaringEngine):
                 expectation=self._expectation,
                 timeout_s=self._timeout_s,
                 stop=stop,
+                direct=self._direct_reader(),
             )
         )
+
+    def _direct_sender(self) -> DirectSender | None:
+        if self._direct is None or not self._peers_read_directly:
+            return None
+        return DirectSender(
+            self._direct.own,
+            self._direct.known,
+            window_bytes=BUFFERS * self._bucket_bytes,
+            checksum=self._checksum,
+        )
+
+    def _direct_reader(self) -> DirectReader | None:
+        if self._direct is None or not self._peers_read_directly:
+            return None
+        return DirectReader(self._direct.other, self._destinations, self._checksum)
 
     def finalize(self) -> None:
         """Stop listening and give back all buffers."""
@@ -244,6 +291,7 @@ class StagedEngine(DeclaringEngine):
             self._memory.release()
             self._memory = None
         self._receivers = ()
+        self._destinations = None
 
     def _checked(
         self, metadata: Sequence[object], train_world_size: int, rollout_world_size: int

@@ -1,0 +1,140 @@
+"""Tensors that a receiver reads straight into its parameters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+
+import pytest
+import torch
+
+from rollsync.pure.refit.buckets import TensorSpec
+from rollsync.pure.refit.direct import destinations_of
+from rollsync.pure.refit.load_plan import Copy, Region, SeenParameter, SeenTensor, plan_load
+from rollsync.shell.refit.engines import create_checkpoint_engine
+from rollsync.shell.refit.engines.direct import Destinations
+from rollsync.shell.refit.engines.errors import PeerFailed
+from rollsync.shell.refit.engines.packing import StreamError
+from rollsync.shell.refit.engines.staged import StagedEngine
+
+BUCKET_BYTES = 4096
+
+
+class Ends:
+    """One policy and one rollout engine in this process, and the rollout's parameters."""
+
+    def __init__(self, checksum: bool) -> None:
+        options = {"direct": True, "checksum": checksum, "refit_timeout_s": 20.0}
+        made = [
+            create_checkpoint_engine("shm", bucket_size_bytes=BUCKET_BYTES, engine_kwargs=options)
+            for _ in range(2)
+        ]
+        self.engines = [each for each in made if isinstance(each, StagedEngine)]
+        metadata = [engine.prepare() for engine in self.engines]
+        worlds = {"train_world_size": 1, "rollout_world_size": 1}
+        self.engines[0].init_policy_process_group(worker_rank=0, metadata=metadata, **worlds)
+        self.engines[1].init_rollout_process_group(rollout_rank=0, metadata=metadata, **worlds)
+        self.fused = torch.zeros(8, 600)
+        self.cut = torch.zeros(40, 30)
+        self.destinations = self._destinations()
+
+    def _destinations(self) -> Destinations:
+        half = 4 * 600 * 4
+        copies = {
+            "q": ((4, 600), Copy(Region(0, half), "fused", Region(0, half))),
+            "k": ((4, 600), Copy(Region(0, half), "fused", Region(half, half))),
+            "o": ((40, 60), Copy(Region(120, 120, 40, 240), "cut", Region(0, 4800))),
+        }
+        plan = plan_load(
+            {
+                name: SeenTensor(TensorSpec(name, shape, "float32"), (copy,))
+                for name, (shape, copy) in copies.items()
+            },
+            {"fused": SeenParameter("a", 2 * half), "cut": SeenParameter("b", 4800)},
+        )
+        wanted = destinations_of(plan)
+        assert [each.name for each in wanted] == ["q", "k", "o"]
+        return Destinations(
+            wanted,
+            {name: each.copies for name, each in plan.direct.items()},
+            {"fused": self.fused, "cut": self.cut},
+        )
+
+    def stream(self, weights: list[tuple[str, torch.Tensor]]) -> list[object]:
+        """What the sender and the receiver say: None, or names, or an error."""
+        self.engines[1].read_into(self.destinations)
+
+        async def receive() -> list[str]:
+            names = []
+            async with aclosing(self.engines[1].receive_weight_batches()) as batches:
+                async for batch in batches:
+                    names += [name for name, _ in batch]
+            return names
+
+        async def both() -> list[object]:
+            return list(
+                await asyncio.gather(
+                    self.engines[0].send_weights(iter(weights)), receive(), return_exceptions=True
+                )
+            )
+
+        return asyncio.run(both())
+
+
+@contextmanager
+def ends(*, checksum: bool = True) -> Iterator[Ends]:
+    made = Ends(checksum)
+    yield made
+    for engine in made.engines:
+        engine.finalize()
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {
+        "version": torch.tensor(3),
+        "q": torch.randn(4, 600),
+        "norm": torch.randn(7),
+        "k": torch.randn(4, 600),
+        "o": torch.randn(40, 60),
+        "last": torch.randn(3000),
+    }
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_what_is_known_is_read_and_the_rest_is_handed_out(checksum: bool) -> None:
+    with ends(checksum=checksum) as both:
+        for _ in range(3):
+            sent = weights()
+            _, names = both.stream(list(sent.items()))
+            assert names == ["version", "norm", "last"]
+            assert sorted(both.destinations.arrived) == ["k", "o", "q"]
+            assert torch.equal(both.fused, torch.cat([sent["q"], sent["k"]]))
+            assert torch.equal(both.cut, sent["o"][:, 30:])
+
+
+def test_a_tensor_of_another_form_goes_through_the_buckets() -> None:
+    with ends() as both:
+        sent = {**weights(), "q": torch.randn(600, 4).t(), "k": torch.randn(4, 600).double()}
+        _, names = both.stream(list(sent.items()))
+        assert names == ["version", "q", "norm", "k", "last"]
+        assert list(both.destinations.arrived) == ["o"]
+
+
+def test_without_destinations_everything_is_handed_out() -> None:
+    with ends() as both:
+        both.engines[1].read_into(None)
+        kept, both.destinations = both.destinations, None  # type: ignore[assignment]
+        sent = weights()
+        assert both.stream(list(sent.items()))[1] == list(sent)
+        both.destinations = kept
+        assert both.stream(list(sent.items()))[1] == ["version", "norm", "last"]
+
+
+def test_memory_that_an_iterator_uses_again_is_an_error_of_both_ends() -> None:
+    with ends() as both:
+        one = torch.randn(4, 600)
+        sender, receiver = both.stream([("q", one), ("k", one)])
+        assert isinstance(sender, StreamError)
+        assert isinstance(receiver, PeerFailed)
+        assert both.stream(list(weights().items()))[1] == ["version", "norm", "last"]
