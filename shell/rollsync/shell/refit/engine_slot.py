@@ -13,6 +13,7 @@ from rollsync.shell.refit.engines import (
     DeclaringEngine,
     create_checkpoint_engine,
 )
+from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
 
@@ -62,6 +63,16 @@ class EngineSlot:
         """Tells such an engine what this rollout worker keeps of the declared tensors."""
         if isinstance(self._engine, DeclaringEngine):
             self._engine.set_target_weight_layout(layout)
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether the engine may read tensors straight into parameters."""
+        return isinstance(self._engine, DirectEngine) and self._engine.reads_directly
+
+    def read_into(self, destinations: Destinations | None) -> None:
+        """Tells such an engine where to."""
+        if isinstance(self._engine, DirectEngine):
+            self._engine.read_into(destinations)
 
     @property
     def comes_in_parts(self) -> bool:

@@ -7,7 +7,7 @@ has moved, or changed its form, everything is learned anew from an ordinary load
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -58,6 +58,20 @@ class LearnedLoad:
         """The layers that need no loader."""
         return frozenset() if self._plan is None else self._plan.layers
 
+    def check_complete(self, destinations: Destinations, loaded: Set[str]) -> None:
+        """Called at the end of a stream, of which `loaded` came in batches.
+
+        Raises:
+            WeightMismatch: something of which the model was to be filled did not come.
+        """
+        for each in destinations.wanted:
+            if each.name not in destinations.arrived and each.name not in loaded:
+                raise WeightMismatch(
+                    f"the stream ended without weights for {each.name!r}",
+                    tensor=each.name,
+                    remedy="send the same weights in each sync",
+                )
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing was learned yet."""
@@ -67,8 +81,21 @@ class LearnedLoad:
         """Watches an ordinary load."""
         return LoadRecorder(serving_tensors(self._model))
 
-    def learn(self, recorder: LoadRecorder) -> None:
-        """Keep what was seen of a load that is finished."""
+    def learn(self, recorder: LoadRecorder, declared_aliases: Set[str]) -> None:
+        """Keep what was seen of a load that is finished.
+
+        Args:
+            recorder: watched it.
+            declared_aliases: names of which the policy has declared that they are never sent.
+        """
+        if recorder.tied - declared_aliases:
+            # What is one tensor in this stream may be two in the next.
+            logger.warning(
+                "%s came tied and undeclared: nothing is read directly",
+                min(recorder.tied - declared_aliases),
+            )
+            self._plan = LoadPlan(tensors={}, layers=frozenset())
+            return
         tensors = {name: tensor for name, (_, tensor) in serving_tensors(self._model).items()}
         self._plan = recorder.plan(tensors.get)
         written = {c.parameter for each in self._plan.direct.values() for c in each.copies}
@@ -87,15 +114,17 @@ class LearnedLoad:
         self._plan = None
         self._stamps = {}
 
-    def check_known(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def check_known(self, names: Sequence[str]) -> None:
         """Refuse what a loader might load over what is read directly.
 
         Raises:
             WeightMismatch: the load that was learned from had no such tensor.
         """
         plan = self._plan
-        for name, _ in batch if plan is not None and plan.layers else ():
-            if plan is not None and name not in plan.tensors:
+        if plan is None or not plan.layers:
+            return
+        for name in names:
+            if name not in plan.tensors:
                 self.forget()
                 raise WeightMismatch(
                     f"weight {name!r} was not in the stream from which it was learned what can be"
@@ -105,13 +134,39 @@ class LearnedLoad:
                 )
 
 
-def missing(destinations: Destinations, loaded: Mapping[str, object]) -> list[str]:
-    """The tensors that came in no way."""
-    return [
-        each.name
-        for each in destinations.wanted
-        if each.name not in destinations.arrived and each.name not in loaded
-    ]
+class DirectLoad:
+    """One stream that is read directly, and what of it comes in batches all the same.
+
+    Args:
+        learned: what is known of the loader.
+        destinations: where tensors are read to.
+        aliases: names that come beside others, of the same bytes.
+    """
+
+    def __init__(self, learned: LearnedLoad, destinations: Destinations, aliases: Set[str]) -> None:
+        self._learned = learned
+        self._destinations = destinations
+        self._aliases = aliases
+        self._loaded: set[str] = set()
+
+    def note_batch(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Check what is about to be loaded.
+
+        Raises:
+            WeightMismatch: it may be loaded over what is read directly.
+        """
+        names = [name for name, _ in batch if name not in self._aliases]
+        self._learned.check_known(names)
+        self._loaded.update(names)
+
+    def arrivals(self) -> dict[str, int]:
+        """At the end of the stream: the tensors that were read, and their bytes.
+
+        Raises:
+            WeightMismatch: something of which the model was to be filled did not come.
+        """
+        self._learned.check_complete(self._destinations, self._loaded)
+        return self._destinations.arrived
 
 
 def _stamp(tensor: torch.Tensor) -> _Stamp:

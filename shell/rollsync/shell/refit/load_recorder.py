@@ -97,6 +97,8 @@ class LoadRecorder:
     """
 
     def __init__(self, serving: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+        self.tied: set[str] = set()
+        """Names that came with the very bytes of another one, and count as that one's."""
         self._sources: dict[str, _Source] = {}
         self._scratch: dict[int, _Scratch] = {}
         self._serving: dict[int, _Serving] = {}
@@ -188,6 +190,7 @@ class LoadRecorder:
         same = (source.offset, source.offset + tensor.nbytes)
         if any((start, end) == same for start, end, _ in held):
             # A further name of a tied weight: whatever is done with it is done with the first.
+            self.tied.add(name)
             return
         self._sources[name] = source
         held.append((*same, name))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from returns.pipeline import is_successful
@@ -35,12 +35,20 @@ from rollsync.shell.refit.engine_slot import EngineSlot
 from rollsync.shell.refit.engines import CheckpointEngine
 from rollsync.shell.refit.errors import RefitConfigurationError, RefitError
 from rollsync.shell.refit.kept_parts import KeptParts, PartAssembly
+from rollsync.shell.refit.learned_load import DirectLoad, LearnedLoad
 from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME, WeightChecker
 
 _T = TypeVar("_T")
 Batch = Sequence[tuple[str, torch.Tensor]]
+
+
+@runtime_checkable
+class PartialUpdate(Protocol):
+    """An update that other ways than its loader may take part in."""
+
+    def leave_out(self, layers: frozenset[str], /) -> None: ...
 
 
 class ModelUpdate(Protocol):
@@ -96,6 +104,8 @@ class RefitReceiver:
         self._declared: tuple[TensorSpec, ...] | None = None
         self._by_name: dict[str, TensorSpec] = {}
         self._kept = KeptParts(model) if model is not None and engine_world_size > 1 else None
+        self._model = model
+        self._learned: LearnedLoad | None = None
         self._rollout_rank = local_rank
         self.state: EngineState = Unconnected()
 
@@ -160,6 +170,8 @@ class RefitReceiver:
         engine = self._slot.engine
         # Nothing may be waited for that could not begin.
         _accepted(apply(self.state, BeginUpdate(self._next_version())))
+        if self._slot.reads_directly and self._model is not None:
+            return self._update_directly(engine, self._model())
         recorder = None if self._kept is None else self._kept.recorder()
         update = self._make_update(recorder)
         try:
@@ -173,8 +185,42 @@ class RefitReceiver:
             update.abort()
             raise
 
+    def _update_directly(self, engine: CheckpointEngine, model: torch.nn.Module) -> WorkerTransfer:
+        """Receives one stream of which the engine reads straight into the model what it can."""
+        if self._learned is None:
+            self._learned = LearnedLoad(model)
+        learned = self._learned
+        destinations = learned.destinations()
+        recorder = learned.recorder() if learned.is_empty else None
+        update = self._make_update(recorder)
+        if destinations is not None and isinstance(update, PartialUpdate):
+            update.leave_out(learned.layers)
+        else:
+            destinations = None
+        aliases = {alias for spec in self._declared or () for alias in spec.aliases}
+        try:
+            self._slot.declare(self._declared)
+            self._slot.keep(None)
+            self._slot.read_into(destinations)
+            direct = None if destinations is None else DirectLoad(learned, destinations, aliases)
+            transfer = asyncio.run(self._update(engine, update, None, direct))
+            if recorder is not None:
+                learned.learn(recorder, aliases)
+            return transfer
+        except BaseException as error:
+            self._poison(f"{type(error).__name__}: {error}")
+            learned.forget()
+            update.abort()
+            raise
+        finally:
+            self._slot.read_into(None)
+
     async def _update(
-        self, engine: CheckpointEngine, update: ModelUpdate, recorder: LoadRecorder | None
+        self,
+        engine: CheckpointEngine,
+        update: ModelUpdate,
+        recorder: LoadRecorder | None,
+        direct: DirectLoad | None = None,
     ) -> WorkerTransfer:
         started_s = time.perf_counter()
         tally = _Tally()
@@ -191,6 +237,8 @@ class RefitReceiver:
                     if self._kept is not None and self._slot.comes_in_parts:
                         assembly = self._kept.assembly()
                         checker = WeightChecker(assembly.specs)
+                if direct is not None:
+                    direct.note_batch(batch)
                 loads = [batch] if assembly is None else assembly.loads(batch)
                 _load(update, checker, loads, tally)
                 tally.take(batch)
@@ -198,6 +246,11 @@ class RefitReceiver:
             raise RefitError(
                 "the stream of weights was empty", remedy="yield weights from the policy's iterator"
             )
+        if direct is not None:
+            for name, size in direct.arrivals().items():
+                checker.note_arrival(name)
+                tally.tensors += 1
+                tally.payload_bytes += size
         checker.check_complete()
         closing_s = time.perf_counter()
         update.finish()

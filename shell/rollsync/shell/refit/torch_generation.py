@@ -47,6 +47,7 @@ class TorchGenerationWorker:
             local_rank=0,
             engine_world_size=1,
             update=lambda recorder: TorchModelUpdate(self._model, recorder),
+            model=lambda: self._model,
         )
 
     async def start(self) -> EngineProbe:

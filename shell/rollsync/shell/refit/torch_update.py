@@ -26,10 +26,18 @@ class TorchModelUpdate:
         self._recorder = recorder
         self._weights = dict(named_weights(module))
         self._missing: dict[int, str] = {}
+        self._left_out: frozenset[str] = frozenset()
+
+    def leave_out(self, layers: frozenset[str]) -> None:
+        """These modules get their weights by another way, which is checked there."""
+        self._left_out = layers
 
     def start(self) -> None:
         """Opens the update."""
         self._missing = {id(tensor): name for name, tensor in self._weights.items()}
+        for name, tensor in self._weights.items():
+            if name.rpartition(".")[0] in self._left_out:
+                self._missing.pop(id(tensor), None)
 
     @torch.no_grad()
     def load(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -8,7 +8,7 @@ the weights are a mixture until it succeeds.
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import vllm
@@ -74,8 +74,17 @@ class VllmModelUpdate:
         if not callable(load_weights):
             raise RefitError(f"{type(model).__name__} cannot load weights")
         self._load_weights = load_weights
+        self._loaded_layers: torch.nn.Module = model
+        self._left_out: frozenset[str] = frozenset()
         self._active = False
         self._missing: set[str] = set()
+
+    def leave_out(self, layers: frozenset[str]) -> None:
+        """These layers get their weights by another way, straight into what serves."""
+        self._left_out = layers
+        self._loaded_layers = _Layers(
+            layer for name, layer in self._model.named_modules() if name not in layers
+        )
 
     def start(self) -> None:
         """Opens the update; the model cannot run until `finish` or `abort`."""
@@ -83,9 +92,13 @@ class VllmModelUpdate:
             raise RefitError("a weight update of this model is active already")
         self._active = True
         # The reload replaces parameters, but no names.
-        self._missing = {name for name, _ in self._model.named_parameters()}
+        self._missing = {
+            name
+            for name, _ in self._model.named_parameters()
+            if name.rpartition(".")[0] not in self._left_out
+        }
         with set_current_vllm_config(self._vllm_config):
-            initialize_layerwise_reload(self._model)
+            initialize_layerwise_reload(self._loaded_layers)
         if self._recorder is not None:
             _prepare_recording(self._recorder, self._model)
 
@@ -116,7 +129,7 @@ class VllmModelUpdate:
                 remedy="send every weight that the engine's checkpoint holds",
             )
         with set_current_vllm_config(self._vllm_config), self._watched(()):
-            finalize_layerwise_reload(self._model, self._model_config)
+            finalize_layerwise_reload(self._loaded_layers, self._model_config)
             _process_tied_layers(self._model)
         _synchronize_device()
         self._active = False
@@ -132,7 +145,7 @@ class VllmModelUpdate:
                 waiting.loaded_weights.clear()
                 waiting.load_numel = 0
         with set_current_vllm_config(self._vllm_config):
-            finalize_layerwise_reload(self._model, self._model_config)
+            finalize_layerwise_reload(self._loaded_layers, self._model_config)
         _synchronize_device()
         self._active = False
 
@@ -157,6 +170,19 @@ class VllmModelUpdate:
                         and value.untyped_storage().data_ptr() in borrowed
                     ):
                         call.arguments[argument] = value.clone()
+
+
+class _Layers(torch.nn.Module):
+    """Some layers of a model, as a module that has nothing else."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        super().__init__()
+        # A tuple, so that they are no parts of this one.
+        self._layers = tuple(layers)
+
+    def modules(self) -> Iterator[torch.nn.Module]:  # type: ignore[override]
+        """The layers."""
+        yield from self._layers
 
 
 def _prepare_recording(recorder: LoadRecorder, model: torch.nn.Module) -> None:

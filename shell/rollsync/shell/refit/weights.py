@@ -127,6 +127,10 @@ class WeightChecker:
             if alias not in given:
                 yield alias, tensor
 
+    def note_arrival(self, name: str) -> None:
+        """A weight came by another way, on which its dtype and shape were compared."""
+        self._missing.pop(name, None)
+
     def check_complete(self) -> None:
         """Called at the end of the stream.
 

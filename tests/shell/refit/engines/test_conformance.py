@@ -17,6 +17,11 @@ class TestShmWithoutChecksums(FanOutConformance):
     engine_kwargs: ClassVar[Mapping[str, object]] = {"checksum": False}
 
 
+class TestShmDirect(FanOutConformance):
+    backend = "shm"
+    engine_kwargs: ClassVar[Mapping[str, object]] = {"direct": True}
+
+
 class TestNixl(FanOutConformance):
     backend = "nixl"
 

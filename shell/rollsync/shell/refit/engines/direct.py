@@ -6,9 +6,10 @@ that a sender says changes it; a sender keeps what it has offered as it is until
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import xxhash
@@ -16,6 +17,7 @@ import xxhash
 from rollsync.pure.refit.control import Destination, MemoryKind, ProbeOffered, TensorsOffered
 from rollsync.pure.refit.direct import destinations_digest, spec_of
 from rollsync.pure.refit.load_plan import Copy
+from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
 
 
@@ -51,14 +53,15 @@ class Destinations:
         self.arrived[name] = spec_of(self.by_name[name]).tensor_bytes
 
 
-@runtime_checkable
-class DirectEngine(Protocol):
-    """An engine that may read tensors straight into parameters."""
+class DirectEngine(CheckpointEngine):
+    """An engine that may read tensors straight into parameters. A plug-in need not be one."""
 
     @property
+    @abstractmethod
     def reads_directly(self) -> bool:
         """Whether it is set to."""
 
+    @abstractmethod
     def read_into(self, destinations: Destinations | None) -> None:
         """Take the destinations of the next stream; None: everything is handed out in batches."""
 

@@ -32,7 +32,7 @@ from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch, DeclaringEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
 from rollsync.shell.refit.engines.declared import Declaration, Layout
-from rollsync.shell.refit.engines.direct import Destinations, DirectMemory
+from rollsync.shell.refit.engines.direct import Destinations, DirectEngine, DirectMemory
 from rollsync.shell.refit.engines.direct_receiving import DirectReader
 from rollsync.shell.refit.engines.direct_sending import DirectSender
 from rollsync.shell.refit.engines.greeting import Place
@@ -47,7 +47,7 @@ BUFFERS: Final = 2
 DEFAULT_TIMEOUT_S: Final = 300.0
 
 
-class StagedEngine(DeclaringEngine):
+class StagedEngine(DeclaringEngine, DirectEngine):
     """The part of a built-in engine that does not depend on the memory in between.
 
     Args:
