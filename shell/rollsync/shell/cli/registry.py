@@ -64,6 +64,12 @@ def _run() -> CommandModule:
     return run
 
 
+def _check_cluster() -> CommandModule:
+    from rollsync.shell.cli import check_cluster
+
+    return check_cluster
+
+
 def _demo() -> CommandModule:
     from rollsync.shell.cli import demo
 
@@ -79,6 +85,9 @@ def _explain() -> CommandModule:
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "train a small model, kill the run, resume it, and prove the account", _demo),
     Command("run", "run a configuration, or go on with the run in its directory", _run),
+    Command(
+        "check-cluster", "try a refit with made-up weights, and time each route", _check_cluster
+    ),
     Command("plan", "what a refit will move, hold and take, from a model's shapes", _plan),
     Command("explain", "say what a resume of a run directory would do, group by group", _explain),
     Command("inspect", "print what is in a rollsync file, or in a directory of them", _inspect),

@@ -79,15 +79,16 @@ class WorkerPlacement:
     Args:
         group: one bundle for each of `needs`, in their order.
         needs: the workers.
-        hosts: how many workers share the host of each.
+        nodes: the node of each worker.
     """
 
     def __init__(
-        self, group: PlacementGroup, needs: Sequence[WorkerNeed], hosts: Sequence[int]
+        self, group: PlacementGroup, needs: Sequence[WorkerNeed], nodes: Sequence[ClusterNode]
     ) -> None:
         self._group = group
         self._needs = needs
-        self._hosts = hosts
+        self._nodes = nodes
+        self._hosts = workers_by_host([node.node_id for node in nodes], nodes)
 
     def policy_options(self) -> dict[str, object]:
         """Options of the policy worker's actor."""
@@ -105,6 +106,15 @@ class WorkerPlacement:
     def engine_workers_on_host(self, index: int) -> int:
         """How many workers have the host of an engine, itself included."""
         return self._hosts[1 + index]
+
+    @property
+    def policy_node(self) -> ClusterNode:
+        """Where the policy worker is."""
+        return self._nodes[0]
+
+    def engine_node(self, index: int) -> ClusterNode:
+        """Where an engine is."""
+        return self._nodes[1 + index]
 
     def _options(self, bundle: int) -> dict[str, object]:
         resources = dict(self._needs[bundle].resources)
@@ -137,7 +147,7 @@ def placed_workers(config: MasterConfig) -> Iterator[WorkerPlacement]:
             nodes = cluster_nodes()
             why = _missing(needs, cluster, nodes) or ("others hold what there is",)
             raise _no_room(needs, why, nodes, waited_s=cluster.deadline_s)
-        yield WorkerPlacement(group, needs, workers_by_host(_nodes_of(group), cluster_nodes()))
+        yield WorkerPlacement(group, needs, _nodes_of(group))
     finally:
         remove_placement_group(group)
 
@@ -165,7 +175,8 @@ def _no_room(
     )
 
 
-def _nodes_of(group: PlacementGroup) -> tuple[str, ...]:
+def _nodes_of(group: PlacementGroup) -> tuple[ClusterNode, ...]:
     """The node of each bundle, in their order."""
     table: Mapping[str, Mapping[int, str]] = placement_group_table(group)
-    return tuple(node for _, node in sorted(table["bundles_to_node_id"].items()))
+    nodes = {node.node_id: node for node in cluster_nodes()}
+    return tuple(nodes[node] for _, node in sorted(table["bundles_to_node_id"].items()))
