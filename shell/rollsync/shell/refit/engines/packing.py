@@ -8,8 +8,7 @@ the announcements as it comes (order, offsets, coverage), before any byte of it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -54,8 +53,7 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One chunk of one tensor, to be copied to its place."""
 
     bucket: int
@@ -80,7 +78,7 @@ class Part:
             source: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
             first = piece.chunk_offset
             ring.host_bytes(start + begin, end - begin)[:] = source[first + begin : first + end]
-        elif size == tensor.nbytes:
+        elif not piece.chunk_offset and size == tensor.nbytes:
             if size:
                 ring.tensor(tensor.dtype, tensor.shape, start, size).copy_(tensor)
         else:
