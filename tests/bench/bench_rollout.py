@@ -22,6 +22,7 @@ from rollsync.shell.rollout.data_plane import InProcessDataPlane
 from tests.bench.measure import figure, machine, write_results
 from tests.bench.rollout_records import record_figures
 from tests.bench.rollout_rows import row_figures
+from tests.bench.rollout_saves import save_figures
 from tests.bench.rollout_throughput import throughput_figures
 from tests.pure.rollout.events_kit import admit, dispatch, fresh, reserve, seal
 
@@ -117,6 +118,7 @@ if __name__ == "__main__":
                 *figures(),
                 *record_figures(),
                 *row_figures(),
+                *save_figures(),
                 *throughput_figures(),
             ],
         }
