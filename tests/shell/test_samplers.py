@@ -35,9 +35,8 @@ def test_a_built_in_policy_is_its_own_configuration() -> None:
 def test_a_user_s_policy_is_made_with_its_options() -> None:
     target = f"name: custom, target: '{__name__}:OwnSampler'"
     assert loaded(target) == OwnSampler()
-    assert loaded(f"{target}, options: [[max_staleness_versions, 4]]") == OwnSampler(
-        max_staleness_versions=4
-    )
+    for options in ("{max_staleness_versions: 4}", "[[max_staleness_versions, 4]]"):
+        assert loaded(f"{target}, options: {options}") == OwnSampler(max_staleness_versions=4)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     path: Name
     """Directory in Hugging Face's format: config, safetensors, tokenizer."""
+    digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the model's files. A run notes it in its `config.json`; where a configuration has
+    one, the run starts with no other model."""
 
 
 class GrpoConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 from returns.pipeline import is_successful
 
@@ -76,7 +76,7 @@ def _read(path: Path, *, only_ours: bool) -> bytes:
         ) from error
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """A regular file, opened for reading. Of a pipe or a device, a read might never return.
 
     Raises:

@@ -15,13 +15,15 @@ from rollsync.pure.config import (
     ModelConfig,
     RecoveryConfig,
     RunConfig,
+    Scalar,
     TransferQueuePlaneConfig,
 )
 from rollsync.pure.refit.fleet.state import FleetSettings
-from rollsync.pure.rollout.sampler import InOrderSampler, WindowedSampler
+from rollsync.pure.rollout.sampler import CustomSampler, InOrderSampler, WindowedSampler
 from rollsync.pure.rollout.state import RecoveryGranularity
 from rollsync.pure.snapshot.lineage import (
     OPERATIONAL,
+    BootstrapAnchor,
     bootstrap_anchor,
     describe_change,
     lineage_change,
@@ -106,6 +108,47 @@ def test_a_setting_that_came_or_went_counts() -> None:
     )
     sampler = msgspec.structs.replace(CONFIG, sampler=InOrderSampler())
     assert "sampler.name" in changed_paths(sampler)
+
+
+def test_a_model_is_known_by_its_digest_where_both_know_it() -> None:
+    def anchor(path: str, digest: str | None) -> BootstrapAnchor:
+        model = ModelConfig(path=path, digest=digest)
+        return bootstrap_anchor(msgspec.structs.replace(CONFIG, model=model), "d0")
+
+    def changed(saved: BootstrapAnchor, current: BootstrapAnchor) -> tuple[str, ...]:
+        change = lineage_change(saved, current)
+        return () if change is None else tuple(setting.path for setting in change.changed)
+
+    one, other = "1" * 64, "2" * 64
+    assert anchor("model", None) == ANCHOR, "what old runs have recorded"
+    assert changed(anchor("model", one), anchor("moved", one)) == ()
+    assert changed(anchor("model", one), anchor("model", other)) == ("model.digest",)
+    for saved, current in ((None, one), (one, None), (None, None)):
+        assert changed(anchor("model", saved), anchor("model", current)) == ()
+        assert changed(anchor("model", saved), anchor("moved", current)) == ("model.path",)
+
+
+def test_a_sampler_s_options_are_the_same_in_either_form_and_any_order() -> None:
+    def anchor(options: dict[str, Scalar] | tuple[tuple[str, Scalar], ...]) -> BootstrapAnchor:
+        sampler = CustomSampler(target="own:Sampler", options=options)
+        return bootstrap_anchor(msgspec.structs.replace(CONFIG, sampler=sampler), "d0")
+
+    pairs = anchor((("b", 1), ("a", "x")))
+    assert pairs.settings["sampler.options"] == '[["b",1],["a","x"]]', "as old runs recorded it"
+    assert anchor({"b": 1, "a": "x"}) == anchor({"a": "x", "b": 1})
+    assert anchor({}) == anchor(())
+    assert lineage_change(pairs, anchor({"a": "x", "b": 1})) is None
+    others: list[dict[str, Scalar]] = [{"a": "x", "b": 2}, {"a": "x"}, {"a": "x", "b": True}, {}]
+    for other in others:
+        change = lineage_change(pairs, anchor(other))
+        assert change is not None
+        assert [setting.path for setting in change.changed] == ["sampler.options"]
+    secret = anchor({"a": "x", "api_key": "k-123"})
+    assert secret == anchor({"a": "x"})
+    damaged = msgspec.structs.replace(
+        pairs, settings={**pairs.settings, "sampler.options": "{}"}, fingerprint="0" * 64
+    )
+    assert lineage_change(damaged, pairs) is not None
 
 
 def test_the_change_is_readable() -> None:

@@ -9,18 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rollsync.codecs import decode
+from rollsync.pure.config import ModelConfig
 from rollsync.pure.rollout.checkpointing import CheckpointKind
 from rollsync.pure.snapshot.errors import DirectoryInUse, FileSystemRefused
 from rollsync.pure.snapshot.manifest import MANIFEST_FILE, RolloutSnapshotManifest
 from rollsync.pure.snapshot.places import LOCK_FILE
-from rollsync.shell.store import SnapshotStore, StoreError
+from rollsync.shell.store import RealFileSystem, SnapshotStore, StoreError, examine
 from tests.shell.store.failing import FailingFileSystem
 from tests.shell.store.kit import (
     STATE,
     WEIGHTS,
     chosen_save,
+    config,
     facts,
     save_checkpoint,
     save_snapshot,
@@ -523,6 +526,33 @@ def test_two_runs_do_not_write_to_one_directory(tmp_path: Path) -> None:
 
 
 # Whose directory it is.
+
+
+def test_a_run_whose_model_has_moved_goes_on(tmp_path: Path) -> None:
+    """Also when it is moved once more: every save has the fingerprint that the first one had."""
+
+    def store(model: str) -> SnapshotStore:
+        named = ModelConfig(path=model, digest="1" * 64)
+        return store_at(tmp_path, master_config=replace(config(), model=named))
+
+    save_snapshot(store("here"), 0, 1)
+    moved = store("there")
+    assert chosen_save(moved) == 1
+    save_snapshot(moved, 0, 2)
+    unchosen = store("elsewhere")
+    save_snapshot(unchosen, 0, 3)
+    assert chosen_save(store("here")) == 3
+    assert examine(tmp_path, RealFileSystem()).is_whole
+
+
+def test_a_claim_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    save_snapshot(store_at(tmp_path), 0, 1)
+    other = store_at(tmp_path, master_config=config(seed=7))
+    with pytest.raises(StoreError, match=r"run\.seed"):
+        other.claim()
+    fresh = tmp_path / "fresh"
+    store_at(fresh).claim()
+    assert [path.name for path in fresh.iterdir()] == [LOCK_FILE]
 
 
 def test_a_damaged_anchor_is_made_again_and_refuses_nobody(tmp_path: Path) -> None:

@@ -353,8 +353,10 @@ class CustomSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="cu
 
     target: str
     """`module:ClassName`."""
-    options: tuple[tuple[str, str | int | float | bool], ...] = ()
-    """Keyword arguments of the class, sorted by name."""
+    options: (
+        dict[str, str | int | float | bool] | tuple[tuple[str, str | int | float | bool], ...]
+    ) = ()
+    """Keyword arguments of the class: a mapping, or pairs, which old configurations have."""
 
 
 _DROPPABLE = (PromptGroupStatus.GENERATING, PromptGroupStatus.READY_TO_FINALIZE)

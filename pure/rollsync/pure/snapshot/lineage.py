@@ -13,11 +13,15 @@ from collections.abc import Iterator, Mapping
 import msgspec
 from msgspec import Struct
 
-from rollsync.pure.config import MasterConfig
+from rollsync.pure.config import MasterConfig, Scalar
+from rollsync.pure.rollout.sampler import CustomSampler
 
 ANCHOR_SCHEMA_VERSION = 1
 DATASET_DIGEST = "data.digest"
 """Path under which the digest of the dataset's content stands among the settings."""
+_MODEL_PATH = "model.path"
+_MODEL_DIGEST = "model.digest"
+_SAMPLER_OPTIONS = "sampler.options"
 OPERATIONAL = (
     "buffer_capacity",
     "checkpoint_engine",
@@ -81,6 +85,16 @@ class _Settings(Struct, frozen=True):
 def bootstrap_anchor(config: MasterConfig, dataset_digest: str) -> BootstrapAnchor:
     """The identity of a run with this configuration on a dataset with this content."""
     settings = dict(_settings(msgspec.to_builtins(config), ""))
+    if config.model.digest is None:
+        del settings[_MODEL_DIGEST]
+    if isinstance(config.sampler, CustomSampler):
+        # One setting, in the form that runs have had from the beginning.
+        settings = {
+            path: text
+            for path, text in settings.items()
+            if not path.startswith(f"{_SAMPLER_OPTIONS}.")
+        }
+        settings[_SAMPLER_OPTIONS] = _json(_pairs(config.sampler))
     settings[DATASET_DIGEST] = _json(dataset_digest)
     return BootstrapAnchor(
         schema_version=ANCHOR_SCHEMA_VERSION,
@@ -96,18 +110,23 @@ def fingerprint_of(settings: Mapping[str, str]) -> str:
 
 
 def lineage_change(saved: BootstrapAnchor, current: BootstrapAnchor) -> LineageChanged | None:
-    """How the run of `current` differs from the one that made the directory, or None."""
+    """How the run of `current` differs from the one that made the directory, or None.
+
+    A model is the same one when its digest is; where either side does not know it, when its path
+    is. The order of a sampler's options says nothing.
+    """
     if saved.fingerprint == current.fingerprint:
         return None
-    paths = sorted({*saved.settings, *current.settings})
-    return LineageChanged(
-        changed=tuple(
-            ChangedSetting(path=path, saved=before, current=now)
-            for path in paths
-            if (before := saved.settings.get(path, _ABSENT))
-            != (now := current.settings.get(path, _ABSENT))
-        )
+    both_know = _MODEL_DIGEST in saved.settings and _MODEL_DIGEST in current.settings
+    paths = {*saved.settings, *current.settings} - {_MODEL_PATH if both_know else _MODEL_DIGEST}
+    changed = tuple(
+        ChangedSetting(path=path, saved=before, current=now)
+        for path in sorted(paths)
+        if (before := saved.settings.get(path, _ABSENT))
+        != (now := current.settings.get(path, _ABSENT))
+        and not (path == _SAMPLER_OPTIONS and _same_options(before, now))
     )
+    return LineageChanged(changed=changed) if changed else None
 
 
 def describe_change(change: LineageChanged) -> str:
@@ -129,6 +148,29 @@ def _settings(value: object, path: str) -> Iterator[tuple[str, str]]:
             yield from _settings(item, f"{path}.{name}" if path else str(name))
     else:
         yield path, _json(value)
+
+
+def _pairs(sampler: CustomSampler) -> list[tuple[str, Scalar]]:
+    """Its options: pairs as they are given, so that old runs stay what they are."""
+    options = sampler.options
+    named = sorted(options.items()) if isinstance(options, dict) else options
+    return [(name, value) for name, value in named if not _CREDENTIAL.search(name)]
+
+
+def _same_options(saved: str, current: str) -> bool:
+    try:
+        one, other = (
+            msgspec.json.decode(text, type=list[tuple[str, msgspec.Raw]])
+            for text in (saved, current)
+        )
+    except msgspec.MsgspecError:
+        return False
+    return _sorted_options(one) == _sorted_options(other)
+
+
+def _sorted_options(pairs: list[tuple[str, msgspec.Raw]]) -> list[tuple[str, bytes]]:
+    # Runs have recorded credentials among them before.
+    return sorted((name, bytes(value)) for name, value in pairs if not _CREDENTIAL.search(name))
 
 
 def _json(value: object) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
 from rollsync.shell.run.actors import start_engine, start_policy
 from rollsync.shell.run.connect import connect, noted
 from rollsync.shell.run.fleet import EngineFleet
+from rollsync.shell.run.model_digest import with_model_digest
 from rollsync.shell.run.placement import WorkerPlacement, connected, placed_workers
 from rollsync.shell.run.planes import running_plane
 from rollsync.shell.run.saved import JOURNAL, write_config
@@ -41,22 +43,22 @@ def run_config(config: MasterConfig, *, listener: JournalListener | None = None)
     sampler = load_sampler(config)
     tokenizer = PolicyTokenizer(config.model.path)
     dataset = ReasoningGymDataset(config.data)
-    store = SnapshotStore(Path(config.run.directory), config=config, dataset_digest=dataset.digest)
-    write_config(config)
-    journal = Journal(Path(config.run.directory) / JOURNAL)
-    if listener is not None:
-        journal.listen(listener)
-    try:
-        with (
-            connected(config),
-            placed_workers(config) as placement,
-            running_plane(config.data_plane) as plane,
-        ):
-            return asyncio.run(
-                _run(config, placement, plane, sampler, tokenizer, dataset, store, journal)
-            )
-    finally:
-        journal.close()
+    config = with_model_digest(config)
+    directory = Path(config.run.directory)
+    store = SnapshotStore(directory, config=config, dataset_digest=dataset.digest)
+    with ExitStack() as started:
+        started.callback(store.close)
+        store.claim()  # Before anything is written: the directory may be another process's.
+        write_config(config)
+        journal = started.enter_context(closing(Journal(directory / JOURNAL)))
+        if listener is not None:
+            journal.listen(listener)
+        started.enter_context(connected(config))
+        placement = started.enter_context(placed_workers(config))
+        plane = started.enter_context(running_plane(config.data_plane))
+        return asyncio.run(
+            _run(config, placement, plane, sampler, tokenizer, dataset, store, journal)
+        )
 
 
 async def _run(

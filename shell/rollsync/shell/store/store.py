@@ -141,16 +141,34 @@ class SnapshotStore:
         return Success(checked.unwrap()) if why is None else Failure(why)
 
     def _check_anchor(self) -> None:
-        """Refuse another run's directory. An unreadable anchor is left to the manifests, which
-        have the fingerprint too."""
+        """Refuse another run's directory, and be the run that made this one: what may be written
+        in several ways has the fingerprint of the way in which it was written first. An unreadable
+        anchor is left to the manifests, which have the fingerprint too."""
         anchor = self._reader.anchor()
         if anchor is None or not is_successful(anchor):
             return
         change = lineage_change(anchor.unwrap(), self._identity)
         if change is not None:
             raise StoreError(OtherRun(directory=str(self._root), change=change))
+        self._identity = anchor.unwrap()
 
     # Saving.
+
+    def claim(self) -> None:
+        """Let nobody else write to the directory from now on, until `close`.
+
+        Raises:
+            StoreError: another process writes to it, or it is another run's. Nothing in it was
+                changed.
+        """
+        self._directories.make(self._root)
+        if self._lock is None:
+            self._lock = self._locked()
+        try:
+            self._check_anchor()
+        except StoreError:
+            self.close()
+            raise
 
     def has_anchor(self, train_steps: int) -> bool:
         """See `rollsync.shell.rollout.archive.SnapshotArchive`."""
@@ -276,9 +294,7 @@ class SnapshotStore:
         """Make the directory this run's, once."""
         if self._is_prepared:
             return
-        self._directories.make(self._root)
-        if self._lock is None:
-            self._lock = self._locked()
+        self.claim()
         self._require_suitable()
         self._directories.make(self._root / SEGMENTS_DIRECTORY)
         self._directories.make(self._root / BOOTSTRAP_DIRECTORY)
@@ -299,7 +315,6 @@ class SnapshotStore:
             raise StoreError(refusal) from error
 
     def _make_anchor(self) -> None:
-        self._check_anchor()
         anchor = self._reader.anchor()
         if anchor is not None and is_successful(anchor):
             return
