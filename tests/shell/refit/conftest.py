@@ -21,6 +21,7 @@ ENVIRONMENT = {
 def cluster() -> Iterator[None]:
     """A cluster of this host, without a dashboard."""
     ray.init(
+        address="local",
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,

@@ -43,11 +43,16 @@ class Actors:
 
 
 @pytest.fixture(scope="module")
-def actors(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Actors:
-    start = save_model(tmp_path_factory.mktemp("start"))
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the engines' first weights are."""
+    return save_model(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(scope="module")
+def actors(cluster: None, model: str) -> Actors:
     engine = ray.remote(TorchGenerationWorker).options(num_cpus=0)
     policy: Any = ray.remote(TinyPolicy).options(num_cpus=0).remote()
-    early, other, late = (engine.remote(start, threads=1) for _ in range(3))
+    early, other, late = (engine.remote(model, threads=1) for _ in range(3))
     return Actors(policy, early, other, late)
 
 
@@ -184,6 +189,44 @@ def test_a_policy_worker_that_fails_before_its_first_weight_keeps_nobody_waiting
         ask(generation)
     sync.sync_weights()
     assert version_of(generation) is not None
+
+
+class RefusingEngine(TorchGenerationWorker):
+    """An engine that can fail before it meets the sender."""
+
+    refuses = False
+
+    async def refuse_before_meeting(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    async def checkpoint_engine_rpc_async(
+        self, checkpoint_method: str, method_args: tuple[object, ...] = ()
+    ) -> object:
+        if self.refuses and checkpoint_method.startswith("update_weights"):
+            raise ArithmeticError("it does not even begin")
+        return await super().checkpoint_engine_rpc_async(checkpoint_method, method_args)
+
+
+@pytest.mark.parametrize(("backend", "side"), [("shm", "policy"), ("nixl", "engine")])
+def test_a_worker_that_lives_and_fails_before_it_meets_the_others_keeps_nobody_waiting(
+    actors: Actors, model: str, backend: str, side: str
+) -> None:
+    refusing: Any = ray.remote(RefusingEngine).options(num_cpus=0).remote(model, threads=1)
+    generation = GenerationGroup([actors.early, refusing])
+    sync = synchronizer(actors.policy, generation, backend, refit_timeout_s=10_000)
+    sync.sync_weights()
+    who = actors.policy if side == "policy" else refusing
+    ray.get(who.refuse_before_meeting.remote(True))
+    with pytest.raises(ArithmeticError, match="it does not even begin"):
+        sync.sync_weights()
+    assert isinstance(ray.get(actors.early.refit_state.remote()), Poisoned)
+    with pytest.raises(ArithmeticError, match="it does not even begin"):
+        sync.sync_weights()
+    ray.get(who.refuse_before_meeting.remote(False))
+    version = ray.get(actors.policy.step.remote())
+    sync.sync_weights()
+    assert version_of(generation) == version
+    sync.shutdown()
 
 
 def test_release_after_refit_leaves_the_engine_serving(actors: Actors) -> None:

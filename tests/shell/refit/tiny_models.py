@@ -50,6 +50,7 @@ class TinyPolicy(PolicyRefitMixin):
         self.fail_after: int | None = None
         self.intruder: tuple[int, str] | None = None
         self.dies_before_sending = False
+        self.refuses_to_send = False
         self.version_is_lost = False
         self._rank = rank
 
@@ -67,6 +68,8 @@ class TinyPolicy(PolicyRefitMixin):
     ) -> object:
         if self.dies_before_sending and checkpoint_method.startswith("send_weights"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.refuses_to_send and checkpoint_method.startswith("send_weights"):
+            raise ArithmeticError("it does not even begin")
         return super().checkpoint_engine_rpc(checkpoint_method, method_kwargs)
 
     def iter_refit_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -106,6 +109,10 @@ class TinyPolicy(PolicyRefitMixin):
     def die_before_sending(self) -> None:
         """Ends this process, as the kernel does for memory, when it is asked for a stream."""
         self.dies_before_sending = True
+
+    def refuse_before_meeting(self, refuses: bool) -> None:
+        """Makes it fail before it connects to anybody when it is asked for a stream, or not."""
+        self.refuses_to_send = refuses
 
     def intrude(self, position: int | None, name: str = "") -> None:
         """Puts a weight that no model has into the next streams; None leaves it out again."""

@@ -37,6 +37,7 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
 def cluster() -> Iterator[None]:
     """A cluster of this host, without a dashboard."""
     ray.init(
+        address="local",
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,

@@ -41,7 +41,8 @@ from rollsync.shell.refit.interfaces import (
     WeightSynchronizer,
 )
 from rollsync.shell.refit.report import SyncMetrics, SyncReport, summarize
-from rollsync.shell.refit.step_failure import StepFailure, settle
+from rollsync.shell.refit.step_failure import ECHO_S, StepFailure, settle
+from rollsync.shell.refit.worker_group import call_remote
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     _stale: bool = True
     _checkpoint_engine_ready: bool = False
     _bucket_size_bytes: int | None = None
+    _let_go: bool = field(default=False, repr=False, compare=False)
+    """Whether a worker gave its half of the connection back because a step had failed on it."""
     _metrics: SyncMetrics = field(default_factory=SyncMetrics, repr=False, compare=False)
     last_failure: StepFailure | None = field(default=None, repr=False, compare=False)
     """How the last step that failed ended on each worker; None when every step went well."""
@@ -132,7 +135,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             self._stale = False
         except BaseException as error:
             self._metrics.failed(backend)
-            if self._release_after_refit():
+            if self._release_after_refit() or self._let_go:
                 self._shutdown_beside(error)
             raise
         self._metrics.succeeded(report)
@@ -147,6 +150,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             return
         # The set-up counts as gone even if a worker fails to release: the next sync prepares anew.
         self._checkpoint_engine_ready = False
+        self._let_go = False
         self._answers(
             self._run_policy("finalize_checkpoint_engine"),
             self._run_generation("finalize_checkpoint_engine"),
@@ -316,9 +320,37 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         except Exception as first:
             timeout_s = self._engine_options().get("refit_timeout_s", DEFAULT_REFIT_TIMEOUT_S)
             patience_s = timeout_s if isinstance(timeout_s, int | float) else 0.0
-            failure = settle(policy_refs, generation_refs, timeout_s=patience_s)
+            failure = settle(
+                policy_refs,
+                generation_refs,
+                timeout_s=patience_s,
+                let_go=lambda places: self._finalize_failed(
+                    places, len(policy_refs), len(generation_refs)
+                ),
+            )
             self.last_failure = failure
             raise failure.cause(first) from None
+
+    def _finalize_failed(self, places: Sequence[int], policies: int, engines: int) -> None:
+        """Finalizes the checkpoint engine of some workers only: those that wait for them notice.
+
+        Args:
+            places: of the workers, policy first.
+            policies: how many of the policy's workers a step runs on.
+            engines: how many engines it runs on.
+        """
+        self._let_go = True
+        ranks = self._generation.worker_group.workers
+        refs: list[ObjectRef[object]] = []
+        for place in places:
+            if place < policies:
+                worker, rpc = self._policy.worker_group.workers[place], "checkpoint_engine_rpc"
+            else:
+                leader = (place - policies) * (len(ranks) // engines)
+                worker, rpc = ranks[leader], self._generation_rpc()
+            refs.append(call_remote(worker, rpc, checkpoint_method="finalize_checkpoint_engine"))
+        # One that fails at this too is finalized again with the others.
+        ray.wait(refs, num_returns=len(refs), timeout=ECHO_S)
 
     def _engine_options(self) -> dict[str, object]:
         config = self._checkpoint_engine_config

@@ -287,10 +287,11 @@ class RolloutController:
         return restored
 
     def _note_restored(self, restored: RestoredRollout | None) -> None:
+        source = None if restored is None else restored.source.path
         self._journal.write(
             Resumed(
                 train_steps=self.cell.state.progress.train_steps,
-                source=None if restored is None else self._name(restored.source.path),
+                source=None if source is None else self._name(source),
                 plan=() if restored is None else tuple(explain(restored.plan)),
                 refused=tuple(
                     f"{self._name(event.subject)}: {event.detail}"
@@ -300,9 +301,8 @@ class RolloutController:
             )
         )
 
-    def _name(self, bundle: str | None) -> str:
+    def _name(self, bundle: str) -> str:
         """The bundle's path relative to the run directory, which may be moved."""
-        assert bundle is not None, "a restore has a source"
         return Path(bundle).relative_to(self._config.run.directory).as_posix()
 
     def _read_progress(self) -> TrainingProgress:
@@ -345,8 +345,7 @@ def _first_state(
 
 def _first_cause(errors: BaseExceptionGroup[Exception]) -> Exception:
     """The first error that is not a group: the others follow from it being cancelled."""
-    error: BaseException = errors
+    error: Exception | BaseExceptionGroup[Exception] = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, Exception)
     return error

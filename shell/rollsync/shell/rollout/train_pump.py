@@ -87,7 +87,7 @@ class TrainPump:
         self._changes = changes
         self._journal = journal
         self._stopping = False
-        self._saved: RolloutState | None = None
+        self._saved: RolloutState = parts.runtime_state.state
         """What the newest checkpoint holds, or what this process began with."""
         self.longest_step_s = 0.0
         """From the claim to the commit."""
@@ -142,7 +142,6 @@ class TrainPump:
         )
 
     def _has_unsaved_steps(self) -> bool:
-        assert self._saved is not None
         now = self._parts.runtime_state.state.progress.train_steps
         return now > self._saved.progress.train_steps
 

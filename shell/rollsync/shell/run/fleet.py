@@ -127,8 +127,8 @@ class EngineFleet:
 
     async def wait_lost(self) -> EnginesLost:
         """Wait until too few engines are left, and say how that came."""
-        await self.until(lambda state: state.lost is not None)
-        assert self.state.lost is not None
+        while self.state.lost is None:
+            await self.changes.wait_past(self.changes.version)
         return engines_lost(self.state.lost)
 
     async def generate(
@@ -152,7 +152,8 @@ class EngineFleet:
     def apply(self, event: FleetEvent) -> None:
         """Take an event into the ledger, and carry out what follows."""
         result = apply_to_fleet(self.state, event)
-        assert is_successful(result), describe_fleet_error(result.failure())
+        if not is_successful(result):
+            raise AssertionError(describe_fleet_error(result.failure()))
         if result.unwrap() is self.state:
             return
         self.state = result.unwrap()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from ray.exceptions import RayActorError
 
@@ -37,6 +38,7 @@ from rollsync.shell.refit.worker_group import GenerationGroup
 from rollsync.shell.rollout.clients import SyncFigures, TrainerClient
 from rollsync.shell.run.fleet import EngineFleet, engines_lost, is_death, reason_of
 
+ALL_DIED: Final = "every engine that took part died at its end"
 Retried = Callable[[int, str], None]
 """Told of a sync that is tried again: its version, and why the last attempt failed."""
 
@@ -87,18 +89,17 @@ class FleetSync:
                 if not isinstance(decided, RetrySync):
                     break
                 engines = decided.engines
-                assert not isinstance(outcome, SyncFigures), "what went well is not tried again"
-                self._retried(version, reason_of(outcome))
+                # An engine may die between its last answer and the note of it.
+                self._retried(version, _why(outcome))
             sync = self._fleet.state.sync
-            assert sync is not None
             self._fleet.apply(SyncClosed())
             if self._fleet.state.lost is not None:
                 raise engines_lost(self._fleet.state.lost)
             if isinstance(decided, SyncDone):
                 seconds = time.perf_counter() - began_s
                 return self._figures(version, outcome, seconds)
-            assert not isinstance(outcome, SyncFigures)
-            if not set(sync.engines) & set(sync.blamed):
+            blamed = sync is not None and not set(sync.engines).isdisjoint(sync.blamed)
+            if isinstance(outcome, Exception) and not blamed:
                 # Engines' deaths are dealt with by now: an actor that is gone is the trainer's.
                 if isinstance(outcome, RayActorError):
                     raise trainer_lost(outcome) from outcome
@@ -191,3 +192,8 @@ def _payload_bytes(answers: Sequence[object]) -> Iterator[int]:
             yield answer.payload_bytes
         elif isinstance(answer, list | tuple):
             yield from _payload_bytes(answer)
+
+
+def _why(outcome: SyncFigures | Exception) -> str:
+    """Why an attempt is followed by another one."""
+    return ALL_DIED if isinstance(outcome, SyncFigures) else reason_of(outcome)

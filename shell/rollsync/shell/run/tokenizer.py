@@ -40,6 +40,5 @@ class PolicyTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, without special tokens."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        assert isinstance(text, str)
+        (text,) = self._tokenizer.batch_decode([list(token_ids)], skip_special_tokens=True)
         return text

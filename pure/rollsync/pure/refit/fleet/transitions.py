@@ -171,9 +171,9 @@ def _changed(state: FleetState, record: EngineRecord, event: EngineNews) -> Engi
             # What it holds is not known any more: only a sync can tell.
             return replace(record, phase=to, version=None)
         case EngineSynced():
-            assert state.sync is not None, "an engine syncs only while a sync is under way"
-            # Nothing is held against one that has just loaded a whole model.
-            return EngineRecord(phase=to, version=state.sync.version)
+            # Only one that takes part in the sync under way is here, and that is the newest one.
+            # Nothing is held against an engine that has just loaded a whole model.
+            return EngineRecord(phase=to, version=state.target_version)
         case EngineSyncFailed():
             failed = record.failed_syncs + (1 if event.own else 0)
             if failed >= settings.max_sync_failures:
