@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -27,9 +29,10 @@ from rollsync.pure.rollout.sampler import (
 )
 from rollsync.pure.rollout.state import Dropped, PromptPlace
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.rollout import segments
 from rollsync.shell.rollout.captured import DATA_PLANE_FILE, REPLAY_METADATA_FILE
-from rollsync.shell.rollout.data_plane import InProcessDataPlane, Row, Tags
-from rollsync.shell.rollout.segments import SegmentError
+from rollsync.shell.rollout.data_plane import InProcessDataPlane, Row, StoredRow, Tags
+from rollsync.shell.rollout.segments import SegmentError, decode_segment
 from tests.pure.rollout.events_kit import admit, dispatch, reserve
 from tests.shell.rollout.world import (
     PARTITION,
@@ -39,6 +42,8 @@ from tests.shell.rollout.world import (
     assert_same_rows,
     row_of,
 )
+
+ReadSegment = Callable[[PlainBundle, str], bytes]
 
 
 async def saved(root: Path) -> World:
@@ -299,6 +304,52 @@ async def test_a_restore_that_died_twice_succeeds_the_third_time(tmp_path: Path)
     owned = ("e0p0/0", "e0p0/1", "e0p1/0", "e0p1/1", "e0p2/0/attempt-0")
     assert_same_rows(await after.rows(), {key: row_of(key) for key in owned})
     assert files_under(tmp_path) == on_disk, "a resume writes nothing"
+
+
+@pytest.mark.asyncio
+async def test_rows_are_validated_and_loaded_one_segment_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    for position in range(3):
+        await world.ready(position)
+        assert (await world.snapshotter.save_rollout_snapshot()).saved
+    names = list(newest_bundle(world).facts.segments)
+    assert len(names) == 3
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    calls: list[str] = []
+
+    def read(bundle: PlainBundle, name: str, read: ReadSegment = PlainBundle.read_segment) -> bytes:
+        gc.collect()
+        assert not alive, "rows of another segment are still in memory"
+        if name in names:
+            calls.append(name)
+        return read(bundle, name)
+
+    def decoded(data: bytes, name: str) -> dict[str, StoredRow]:
+        rows = decode_segment(data, name)
+        alive.update(tensor for row in rows.values() for tensor in row.fields.values())
+        return rows
+
+    class Plane(InProcessDataPlane):
+        async def put(
+            self,
+            partition_id: str,
+            rows: Mapping[str, Row],
+            *,
+            tags: Mapping[str, Tags] | None = None,
+        ) -> None:
+            calls.append("put")
+            await super().put(partition_id, rows, tags=tags)
+
+    monkeypatch.setattr(PlainBundle, "read_segment", read)
+    monkeypatch.setattr(segments, "decode_segment", decoded)
+    resumed = World(tmp_path, plane=Plane())
+    await resumed.restore()
+    assert calls == [*names, *(each for name in reversed(names) for each in (name, "put"))]
+    rows = await resumed.rows()
+    assert {f"e0p{position}/{index}" for position in range(3) for index in range(2)} <= set(rows)
+    assert_same_rows(rows, {key: row_of(key) for key in rows})
 
 
 @pytest.mark.asyncio

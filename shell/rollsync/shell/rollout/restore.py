@@ -6,6 +6,8 @@ Rules kept here:
 2. The state is put in place last, in one section. Before that only the run's own partition was
    filled, so a restore that died begins again and ends the same.
 3. Every refusal names the file, the field and what to do.
+4. Rows are read twice, to validate them and to load them, and one segment at a time: a restore
+   needs the memory of one segment beside what it loads.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rollsync.pure.rollout.checkpointing import (
     CheckpointKind,
@@ -23,7 +26,7 @@ from rollsync.pure.rollout.checkpointing import (
 )
 from rollsync.pure.rollout.episodes import EnvironmentEpisode
 from rollsync.pure.rollout.resume import ResumePlan, ResumePolicy, SiblingsResumed
-from rollsync.pure.rollout.row_segments import found_segments
+from rollsync.pure.rollout.row_segments import SavedRow, found_segments
 from rollsync.pure.rollout.state import (
     DatumSpec,
     RolloutAttemptStatus,
@@ -38,7 +41,7 @@ from rollsync.shell.rollout.barrier import CheckpointMutationKind
 from rollsync.shell.rollout.bundle_writer import BundleWriter
 from rollsync.shell.rollout.data_plane import StoredRow
 from rollsync.shell.rollout.parts import RolloutParts, _UsesRolloutParts
-from rollsync.shell.rollout.segments import rows_of, saved_row
+from rollsync.shell.rollout.segments import read_rows, rows_of, saved_row
 from rollsync.shell.rollout.settle import settled
 from rollsync.shell.rollout.validation import (
     BundleValidator,
@@ -109,21 +112,21 @@ class RolloutRestorer(_UsesRolloutParts):
 
     async def _load(self, bundle: FoundBundle, validated: ValidatedBundle) -> RestoredRollout:
         plan = validated.plan
-        rows, sources = _rows_to_load(plan, validated.segments)
+        sources = _sources(plan, validated.segments)
         async with self._barrier.mutation(CheckpointMutationKind.RECOVERY_RESTORE) as section:
             # What an earlier restore that died left is this run's own, and not owned by anything.
             left = await self._dp_client.list_rows(self._partition_id)
             await self._dp_client.clear(self._partition_id, left)
-            await self._put(rows)
-            self._trace.record(RolloutTraceKind.ROWS_LOADED, f"{len(rows)} rows")
+            loaded = await self._load_rows(bundle, sources)
+            self._trace.record(RolloutTraceKind.ROWS_LOADED, f"{len(loaded)} rows")
             continued = await self._continue_episodes(bundle, validated)
             self._cell.restore(section, plan.state, plan.events)
-            self._remember(validated.segments, sources)
+            self._remember(validated.segments, loaded)
         for group in plan.groups:
             self._trace.record(RolloutTraceKind.GROUP_PLANNED, group.group_id, type(group).__name__)
         self._trace.record(RolloutTraceKind.RESTORED, str(bundle.path))
         metrics = {
-            "rollout_checkpoint/loaded_rows": float(len(rows)),
+            "rollout_checkpoint/loaded_rows": float(len(loaded)),
             "rollout_checkpoint/planned_groups": float(len(plan.groups)),
             "rollout_checkpoint/continued_episodes": float(len(continued)),
         }
@@ -141,6 +144,23 @@ class RolloutRestorer(_UsesRolloutParts):
             continued=frozenset(continued),
         )
 
+    async def _load_rows(
+        self, bundle: FoundBundle, sources: Mapping[str, frozenset[str]]
+    ) -> dict[str, SavedRow]:
+        """Put the rows in place; where each is from. Of revision 0: it has got a new one."""
+        loaded: dict[str, SavedRow] = {}
+        for name, keys in sources.items():
+            loaded |= await self._load_segment(bundle, name, keys)
+        return loaded
+
+    async def _load_segment(
+        self, bundle: FoundBundle, name: str, keys: frozenset[str]
+    ) -> dict[str, SavedRow]:
+        held = await settled(asyncio.to_thread(read_rows, bundle, name))
+        rows = {key: row for key, row in held.items() if key in keys}
+        await self._put(rows)
+        return {key: saved_row(row, segment=name, revision=0) for key, row in rows.items()}
+
     async def _put(self, rows: dict[str, StoredRow]) -> None:
         keys = list(rows)
         for start in range(0, len(keys), _ROWS_PER_PUT):
@@ -157,30 +177,28 @@ class RolloutRestorer(_UsesRolloutParts):
         wanted = _continuations(validated.state, validated.plan)
         return await self._environment.restore(bundle.path / ENVIRONMENT_DIRECTORY, wanted)
 
-    def _remember(self, segments: dict[str, dict[str, StoredRow]], sources: dict[str, str]) -> None:
+    def _remember(
+        self, segments: Mapping[str, tuple[str, ...]], loaded: Mapping[str, SavedRow]
+    ) -> None:
         if self._writer is None:
             return
         pinned = self._dp_client.pin(self._partition_id)
-        revisions = pinned.revisions(sources)
+        revisions = pinned.revisions(loaded)
         pinned.release()
-        rows = {
-            key: saved_row(segments[sources[key]][key], segment=sources[key], revision=revision)
-            for key, revision in revisions.items()
-        }
+        rows = {key: replace(loaded[key], revision=revision) for key, revision in revisions.items()}
         self._writer.remember(found_segments(segments, rows))
 
 
-def _rows_to_load(
-    plan: ResumePlan, segments: dict[str, dict[str, StoredRow]]
-) -> tuple[dict[str, StoredRow], dict[str, str]]:
-    """The rows that the plan loads, and the segment that each is from: the last that has it."""
-    rows: dict[str, StoredRow] = {}
-    sources: dict[str, str] = {}
-    wanted = frozenset(plan.rows_to_load)
-    for name, held in segments.items():
-        for key in wanted.intersection(held):
-            rows[key], sources[key] = held[key], name
-    return rows, sources
+def _sources(plan: ResumePlan, segments: dict[str, tuple[str, ...]]) -> dict[str, frozenset[str]]:
+    """The rows that the plan loads, by the segment that each is from: the last that has it."""
+    left = set(plan.rows_to_load)
+    sources: dict[str, frozenset[str]] = {}
+    for name, held in reversed(segments.items()):
+        found = frozenset(left.intersection(held))
+        left -= found
+        if found:
+            sources[name] = found
+    return sources
 
 
 def _continuations(

@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 
 from rollsync.pure.rollout.row_segments import SavedRow
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.rollout.archive import FoundBundle
 from rollsync.shell.rollout.data_plane import Row, StoredRow
 from rollsync.shell.rollout.data_plane.protocol import TagValue
 
@@ -100,6 +101,15 @@ def decode_segment(data: bytes, name: str) -> dict[str, StoredRow]:
         key: StoredRow(row, tags)
         for key, row, tags in zip(index.keys, fields, index.tags, strict=True)
     }
+
+
+def read_rows(bundle: FoundBundle, name: str) -> dict[str, StoredRow]:
+    """The rows of one of a bundle's segments, as `decode_segment` has them.
+
+    Raises:
+        RollsyncError: the segment is not there, is damaged, or is none of rows.
+    """
+    return decode_segment(bundle.read_segment(name), f"segment {name}")
 
 
 def row_bytes(row: StoredRow) -> int:

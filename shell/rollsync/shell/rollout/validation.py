@@ -34,9 +34,8 @@ from rollsync.shell.rollout.captured import (
     REPLAY_METADATA_FILE,
     disagreement,
 )
-from rollsync.shell.rollout.data_plane import StoredRow
 from rollsync.shell.rollout.parts import RolloutParts, _UsesRolloutParts
-from rollsync.shell.rollout.segments import decode_segment
+from rollsync.shell.rollout.segments import read_rows
 
 T = TypeVar("T")
 _OLDER = "remove this directory and resume from the snapshot before it"
@@ -53,8 +52,8 @@ class ValidatedBundle(Struct, frozen=True, kw_only=True):
     plan: ResumePlan
     prompts: dict[str, DatumSpec]
     metadata: DataPlaneCheckpointMetadata
-    segments: dict[str, dict[str, StoredRow]]
-    """Rows by key, by segment, oldest first."""
+    segments: dict[str, tuple[str, ...]]
+    """Keys of the rows in each row segment, oldest segment first."""
 
 
 class BundleValidator(_UsesRolloutParts):
@@ -82,12 +81,10 @@ class BundleValidator(_UsesRolloutParts):
         _check_metadata(bundle, chain, metadata)
         self._check_environment(bundle)
         self._check_samples(bundle, state)
-        segments = {
-            name: decode_segment(bundle.read_segment(name), f"segment {name}")
-            for name in bundle.facts.segments
-        }
+        # One at a time: the rows of a whole buffer need not fit twice into memory.
+        segments = {name: tuple(read_rows(bundle, name)) for name in bundle.facts.segments}
         problems = restoring_problems(
-            take_inventory(state, [key for rows in segments.values() for key in rows]),
+            take_inventory(state, [key for keys in segments.values() for key in keys]),
             state,
             sampler=self._sampler,
             num_prompts_per_step=self._policy.limits.num_prompts_per_step,
