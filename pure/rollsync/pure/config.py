@@ -102,7 +102,7 @@ class GenerationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class CheckpointEngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How weights travel; the shape is the reference's, so that a configuration fits both."""
+    """How weights travel; the shape is NeMo-RL's, so that a configuration fits both."""
 
     backend: Name = "shm"
     """A built-in engine's name, or `module:ClassName`."""

@@ -143,7 +143,7 @@ class CapturedRolloutState(Struct, frozen=True, kw_only=True):
     mutation_version: int
     tq_save_seconds: float
     state: RolloutState
-    """Beyond the reference: the whole state, of which the fields above are views."""
+    """Beyond NeMo-RL's: the whole state, of which the fields above are views."""
 
 
 class ResumeSource(Struct, frozen=True, kw_only=True):

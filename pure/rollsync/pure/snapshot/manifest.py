@@ -55,7 +55,7 @@ class SnapshotSegment(Struct, frozen=True, kw_only=True):
 
 
 class RolloutSnapshotManifest(Struct, frozen=True, kw_only=True):
-    """A bundle's manifest. The first fields are the reference's; the last four go beyond it."""
+    """A bundle's manifest. The first fields are NeMo-RL's; the last four go beyond it."""
 
     schema_version: int
     base_train_step: int

@@ -67,7 +67,7 @@ def captured_state(
     mutation_version: int,
     rows_save_s: float,
 ) -> CapturedRolloutState:
-    """The capture in the reference's terms. Costs as much as `newest` has.
+    """The capture in NeMo-RL's terms. Costs as much as `newest` has.
 
     Args:
         newest: what the save's link of the state brings.
