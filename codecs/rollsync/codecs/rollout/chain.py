@@ -14,7 +14,7 @@ from returns.result import Failure, Result, Success
 from rollsync.codecs.errors import DecodeError
 from rollsync.codecs.rollout.state import ROLLOUT_STATE
 from rollsync.codecs.rollout.state_diff import STATE_DIFF
-from rollsync.pure.rollout.diff import patch
+from rollsync.pure.rollout.diff import RolloutStateDiff, patch
 from rollsync.pure.rollout.newest import NewestPart, part_of_difference, part_of_whole
 from rollsync.pure.rollout.state import RolloutState
 
@@ -45,22 +45,21 @@ def read_chain(links: Iterable[bytes]) -> Result[ReadChain, BrokenLink]:
     Raises:
         ValueError: there is no link.
     """
-    read: ReadChain | None = None
+    state: RolloutState | None = None
+    difference: RolloutStateDiff | None = None
     for index, data in enumerate(links):
-        if read is None:
+        if state is None:
             whole = ROLLOUT_STATE.decode(data)
             if not is_successful(whole):
                 return Failure(BrokenLink(index=index, error=whole.failure()))
             state = whole.unwrap()
-            read = ReadChain(state=state, newest=part_of_whole(state))
         else:
             change = STATE_DIFF.decode(data)
             if not is_successful(change):
                 return Failure(BrokenLink(index=index, error=change.failure()))
             difference = change.unwrap()
-            read = ReadChain(
-                state=patch(read.state, difference), newest=part_of_difference(difference)
-            )
-    if read is None:
+            state = patch(state, difference)
+    if state is None:
         raise ValueError("a chain has at least its base")
-    return Success(read)
+    newest = part_of_whole(state) if difference is None else part_of_difference(difference)
+    return Success(ReadChain(state=state, newest=newest))

@@ -1,8 +1,4 @@
-"""Persistent collections as sorted arrays: the order on the wire does not depend on hashes.
-
-`rpds` iterators remove what they have passed from a copy, O(log n) an element; what a map gives to
-be copied (`__reduce__`) comes in one pass, four times as fast for 100,000 records.
-"""
+"""Persistent collections as sorted arrays: the order on the wire does not depend on hashes."""
 
 from __future__ import annotations
 
@@ -12,16 +8,15 @@ from typing import TypeVar
 
 from rpds import HashTrieMap, HashTrieSet
 
+from rollsync.pure.rollout.persistent import items_of
+
 K = TypeVar("K", str, int)
 V = TypeVar("V")
 
 
 def sorted_items(items: HashTrieMap[K, V]) -> list[tuple[K, V]]:
     """Keys and values, by key."""
-    reduced = items.__reduce__()
-    if isinstance(reduced, str):
-        raise TypeError("an rpds map reduces to a call")
-    pairs: list[tuple[K, V]] = reduced[1][0]
+    pairs = items_of(items)
     by_key: Callable[[tuple[K, V]], K] = itemgetter(0)
     pairs.sort(key=by_key)
     return pairs

@@ -23,6 +23,7 @@ from rollsync.pure.rollout.decisions import (
     WaitReason,
 )
 from rollsync.pure.rollout.events import BatchAdmitted, GroupsClaimed, ReserveDrawn
+from rollsync.pure.rollout.persistent import values_of
 from rollsync.pure.rollout.state import (
     PromptGroupPhase,
     PromptGroupRecoveryRecord,
@@ -34,7 +35,7 @@ from rollsync.pure.rollout.state import (
 def ready_groups(state: RolloutState) -> list[ReplayGroup]:
     """Ready groups that no step claims, in commit order. O(n log n)."""
     claimed = frozenset(() if state.open_step is None else state.open_step.group_ids)
-    groups = (group for group in state.replay.values() if group.group_id not in claimed)
+    groups = (group for group in values_of(state.replay) if group.group_id not in claimed)
     return sorted(groups, key=lambda group: group.commit_index)
 
 
@@ -42,7 +43,7 @@ def admitted_groups(state: RolloutState) -> list[PromptGroupRecoveryRecord]:
     """Unfinished groups that the cursor counts, in no order. O(n)."""
     return [
         record
-        for record in state.ledger.groups.values()
+        for record in values_of(state.ledger.groups)
         if record.phase is PromptGroupPhase.ADMITTED
     ]
 
@@ -51,7 +52,7 @@ def reserved_groups(state: RolloutState) -> list[PromptGroupRecoveryRecord]:
     """Groups that wait for admission, in the order of their hand-out. O(n)."""
     records = (
         record
-        for record in state.ledger.groups.values()
+        for record in values_of(state.ledger.groups)
         if record.phase is PromptGroupPhase.RESERVED
     )
     return sorted(records, key=lambda record: (record.prompt.epoch, record.prompt.position))

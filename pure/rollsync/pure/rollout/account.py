@@ -10,6 +10,7 @@ from collections import Counter
 
 from msgspec import Struct
 
+from rollsync.pure.rollout.persistent import items_of, values_of
 from rollsync.pure.rollout.state import (
     Dropped,
     DropReason,
@@ -36,17 +37,17 @@ def places(state: RolloutState) -> tuple[tuple[str, PromptPlace], ...]:
     """Every prompt id with its place; a prompt with two places appears twice. O(n)."""
     claimed = frozenset(() if state.open_step is None else state.open_step.group_ids)
     found: list[tuple[str, PromptPlace]] = []
-    for record in state.ledger.groups.values():
+    for record in values_of(state.ledger.groups):
         reserved = record.phase is PromptGroupPhase.RESERVED
         place = PromptPlace.RESERVED if reserved else PromptPlace.ADMITTED
         found.append((record.prompt.prompt_id, place))
-    for group in state.replay.values():
+    for group in values_of(state.replay):
         place = PromptPlace.CLAIMED if group.group_id in claimed else PromptPlace.READY
         found.append((group.prompt.prompt_id, place))
     found.extend(
         (prompt.prompt_id, PromptPlace.RESERVE) for prompt in state.runtime.replacement_reserve
     )
-    for prompt_id, outcome in state.outcomes.items():
+    for prompt_id, outcome in items_of(state.outcomes):
         trained = isinstance(outcome, Trained)
         found.append((prompt_id, PromptPlace.TRAINED if trained else PromptPlace.DROPPED))
     return tuple(found)
@@ -75,7 +76,7 @@ def account(state: RolloutState) -> Account:
     by_id = Counter(prompt_id for prompt_id, _ in found)
     by_place = Counter(place for _, place in found)
     reasons = Counter(
-        outcome.reason for outcome in state.outcomes.values() if isinstance(outcome, Dropped)
+        outcome.reason for outcome in values_of(state.outcomes) if isinstance(outcome, Dropped)
     )
     return Account(
         handed_out=len(by_id),

@@ -16,6 +16,7 @@ from returns.result import Failure, Result, Success
 from rollsync.pure.rollout._parts import staged_keys_of
 from rollsync.pure.rollout._sampling import ready_groups
 from rollsync.pure.rollout.checkpointing import CheckpointKind
+from rollsync.pure.rollout.persistent import values_of
 from rollsync.pure.rollout.state import PromptGroupStatus, RolloutState
 
 _UNSETTLED = (PromptGroupStatus.FINALIZING, PromptGroupStatus.FINALIZATION_UNKNOWN)
@@ -65,7 +66,7 @@ def capture(state: RolloutState, kind: CheckpointKind) -> Result[Capture, Captur
     unsettled = tuple(
         sorted(
             record.group_id
-            for record in state.ledger.groups.values()
+            for record in values_of(state.ledger.groups)
             if record.status in _UNSETTLED
         )
     )
@@ -79,7 +80,9 @@ def capture(state: RolloutState, kind: CheckpointKind) -> Result[Capture, Captur
             replay_rows=tuple(key for group in ready_groups(kept) for key in group.sample_ids),
             staging_rows=tuple(
                 sorted(
-                    key for record in kept.ledger.groups.values() for key in staged_keys_of(record)
+                    key
+                    for record in values_of(kept.ledger.groups)
+                    for key in staged_keys_of(record)
                 )
             ),
         )

@@ -14,6 +14,7 @@ from itertools import chain
 from msgspec import Struct
 
 from rollsync.pure.rollout._parts import first_unclaimed_step, staged_keys_of
+from rollsync.pure.rollout.persistent import items_of
 from rollsync.pure.rollout.state import (
     PromptGroupPhase,
     PromptGroupRecoveryRecord,
@@ -77,8 +78,8 @@ def check_invariants(state: RolloutState) -> tuple[Violation, ...]:
 
 def _violations(state: RolloutState) -> Iterator[Violation]:
     # Walking a persistent map costs as much as looking at what it holds: each is walked once.
-    unfinished = tuple(state.ledger.groups.items())
-    ready = tuple(state.replay.items())
+    unfinished = items_of(state.ledger.groups)
+    ready = items_of(state.replay)
     records = [record for _, record in unfinished]
     groups = [group for _, group in ready]
     yield from _one_place(state, records, groups)
@@ -107,7 +108,7 @@ def _one_place(
     prompt_ids = [record.prompt.prompt_id for record in records]
     prompt_ids += [group.prompt.prompt_id for group in groups]
     prompt_ids += [prompt.prompt_id for prompt in state.runtime.replacement_reserve]
-    prompt_ids += state.outcomes.keys()
+    prompt_ids += [prompt_id for prompt_id, _ in items_of(state.outcomes)]
     if len(set(prompt_ids)) < len(prompt_ids):
         for prompt_id, count in sorted(Counter(prompt_ids).items()):
             if count > 1:
@@ -346,7 +347,7 @@ def _counters(state: RolloutState, groups: list[ReplayGroup]) -> Iterator[Violat
     ):
         detail = f"not distinct, or not below {state.next_commit_index}"
         yield Violation(rule=Rule.COUNTERS, subject="commit indices", detail=detail)
-    for prompt_id, outcome in state.outcomes.items():
+    for prompt_id, outcome in items_of(state.outcomes):
         last = progress.train_steps + (0 if isinstance(outcome, Trained) else 1)
         if not 1 <= outcome.step <= last:
             detail = f"has an outcome of step {outcome.step}, after {progress.train_steps} steps"

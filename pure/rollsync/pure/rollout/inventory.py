@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from rollsync.pure.rollout._parts import staged_keys_of
 from rollsync.pure.rollout.invariants import Violation, check_invariants
+from rollsync.pure.rollout.persistent import values_of
 from rollsync.pure.rollout.sampler import PromptGroupSampler, batches_unaccounted
 from rollsync.pure.rollout.state import PromptGroupPhase, RolloutState
 
@@ -81,8 +82,8 @@ class Inventory(Struct, frozen=True, kw_only=True):
 
 def owned_rows(state: RolloutState) -> tuple[str, ...]:
     """Every row that a save must keep: those of ready and of unfinished groups, sorted."""
-    keys = [key for group in state.replay.values() for key in group.sample_ids]
-    for record in state.ledger.groups.values():
+    keys = [key for group in values_of(state.replay) for key in group.sample_ids]
+    for record in values_of(state.ledger.groups):
         keys.extend(staged_keys_of(record))
     return tuple(sorted(keys))
 
@@ -92,12 +93,12 @@ def take_inventory(state: RolloutState, row_keys: Collection[str]) -> Inventory:
     present = frozenset(row_keys)
     missing: list[RowsMissing] = []
     replay_rows: list[str] = []
-    for group in state.replay.values():
+    for group in values_of(state.replay):
         replay_rows.extend(group.sample_ids)
         _note_missing(missing, group.group_id, group.sample_ids, present)
     staging_rows: list[str] = []
     admitted = 0
-    for record in state.ledger.groups.values():
+    for record in values_of(state.ledger.groups):
         admitted += record.phase is PromptGroupPhase.ADMITTED
         keys = staged_keys_of(record)
         if keys:

@@ -11,6 +11,7 @@ from msgspec import Struct
 from rpds import HashTrieMap
 
 from rollsync.pure.rollout.diff import RolloutStateDiff
+from rollsync.pure.rollout.persistent import values_of
 from rollsync.pure.rollout.state import (
     ReplayGroup,
     RolloutRecoveryLedger,
@@ -28,7 +29,7 @@ class NewestPart(Struct, frozen=True, kw_only=True):
 
 def part_of_whole(state: RolloutState) -> NewestPart:
     """Every group. O(n log n)."""
-    return NewestPart(ledger=state.ledger, replay=_in_commit_order(list(state.replay.values())))
+    return NewestPart(ledger=state.ledger, replay=_in_commit_order(values_of(state.replay)))
 
 
 def part_of_difference(change: RolloutStateDiff) -> NewestPart:

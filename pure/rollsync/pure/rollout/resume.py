@@ -27,6 +27,7 @@ from rollsync.pure.rollout.events import (
     RolloutEvent,
     RowsCleared,
 )
+from rollsync.pure.rollout.persistent import values_of
 from rollsync.pure.rollout.sampler import PromptGroupSampler, drop_group
 from rollsync.pure.rollout.state import (
     DropReason,
@@ -160,7 +161,7 @@ class ResumePlan(Struct, frozen=True, kw_only=True):
 def plan_resume(captured: RolloutState, policy: ResumePolicy) -> ResumePlan:
     """What a resume does with a captured state. Total: it answers for every state."""
     planner = _Planner(replace(captured, open_step=None))
-    in_order = _in_order(list(planner.state.ledger.groups.values()))
+    in_order = _in_order(values_of(planner.state.ledger.groups))
     for record in in_order:
         _plan_unfinished(planner, record, policy)
     for group in ready_groups(planner.state):
@@ -306,12 +307,12 @@ def _after(
     where nothing came (a replacement, a group generated again) that it does not have."""
     groups = state.ledger.groups
     kept = [now for was in before if (now := groups.get(was.group_id)) is not None]
-    return kept if len(kept) == len(groups) else _in_order(list(groups.values()))
+    return kept if len(kept) == len(groups) else _in_order(values_of(groups))
 
 
 def _plan_of(planner: _Planner, before: list[PromptGroupRecoveryRecord]) -> ResumePlan:
     state = planner.state
-    rows = [key for group in state.replay.values() for key in group.sample_ids]
+    rows = [key for group in values_of(state.replay) for key in group.sample_ids]
     dispatches: list[AttemptDispatched] = []
     to_finalize: list[str] = []
     readmissions: list[PromptGroupRecoveryRecord] = []

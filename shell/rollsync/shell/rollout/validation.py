@@ -25,6 +25,7 @@ from rollsync.pure.rollout.inventory import (
     restoring_problems,
     take_inventory,
 )
+from rollsync.pure.rollout.persistent import items_of, values_of
 from rollsync.pure.rollout.resume import ResumePlan, ResumePolicy, plan_resume
 from rollsync.pure.rollout.state import DatumSpec, PromptReference, RolloutState
 from rollsync.shell.errors import RollsyncError
@@ -80,7 +81,7 @@ class BundleValidator(_UsesRolloutParts):
         metadata = _read(bundle, DATA_PLANE_FILE, DataPlaneCheckpointMetadata)
         _check_metadata(bundle, chain, metadata)
         self._check_environment(bundle)
-        self._check_samples(bundle, state)
+        samples = self._samples_in_flight(bundle, state)
         # One at a time: the rows of a whole buffer need not fit twice into memory.
         segments = {name: tuple(read_rows(bundle, name)) for name in bundle.facts.segments}
         problems = restoring_problems(
@@ -102,7 +103,11 @@ class BundleValidator(_UsesRolloutParts):
         return ValidatedBundle(
             state=state,
             plan=plan,
-            prompts=self._prompts_of(plan.state),
+            # What a plan starts (again) was in flight before.
+            prompts={
+                group_id: samples[record.prompt.sample_id]
+                for group_id, record in items_of(plan.state.ledger.groups)
+            },
             metadata=metadata,
             segments=segments,
         )
@@ -116,13 +121,17 @@ class BundleValidator(_UsesRolloutParts):
                 remedy="resume with the environment that the run was saved with",
             )
 
-    def _check_samples(self, bundle: FoundBundle, state: RolloutState) -> None:
-        """Every prompt in flight has to be the same in the dataset; then the dataset itself."""
-        changed = [
-            f"{reference.sample_id} ({why})"
-            for reference in _references(state)
-            if (why := self._why_changed(reference)) is not None
-        ]
+    def _samples_in_flight(self, bundle: FoundBundle, state: RolloutState) -> dict[str, DatumSpec]:
+        """Samples of the prompts in flight, by id. Every one has to be the same in the dataset;
+        then the dataset itself."""
+        samples: dict[str, DatumSpec] = {}
+        changed = []
+        for reference in _references(state):
+            checked = self._unchanged(reference)
+            if isinstance(checked, DatumSpec):
+                samples[reference.sample_id] = checked
+            else:
+                changed.append(f"{reference.sample_id} ({checked})")
         saved = state.dataloader_state.dataset_digest
         if changed:
             raise RolloutRestoreError(
@@ -137,8 +146,10 @@ class BundleValidator(_UsesRolloutParts):
                 remedy="resume with the dataset that the run was saved with; its position says "
                 "nothing about another one",
             )
+        return samples
 
-    def _why_changed(self, reference: PromptReference) -> str | None:
+    def _unchanged(self, reference: PromptReference) -> DatumSpec | str:
+        """The sample that is referred to, or in which way it is another one."""
         datum = self._dataloader.lookup(reference.sample_id)
         if datum is None:
             return "missing"
@@ -146,15 +157,7 @@ class BundleValidator(_UsesRolloutParts):
             return f"task {datum.task}, was {reference.task}"
         if self._dataloader.content_digest(datum) != reference.content_digest:
             return "other content"
-        return None
-
-    def _prompts_of(self, state: RolloutState) -> dict[str, DatumSpec]:
-        found = {}
-        for group_id, record in state.ledger.groups.items():
-            datum = self._dataloader.lookup(record.prompt.sample_id)
-            if datum is not None:
-                found[group_id] = datum
-        return found
+        return datum
 
 
 def _state_links(bundle: FoundBundle) -> tuple[str, ...]:
@@ -224,8 +227,8 @@ def _check_facts(bundle: FoundBundle, state: RolloutState) -> None:
 
 
 def _references(state: RolloutState) -> Iterable[PromptReference]:
-    for record in state.ledger.groups.values():
+    for record in values_of(state.ledger.groups):
         yield record.prompt
-    for group in state.replay.values():
+    for group in values_of(state.replay):
         yield group.prompt
     yield from state.runtime.replacement_reserve
