@@ -10,8 +10,9 @@ import torch
 from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.layout import Box, Part, plan_parts, whole
 from rollsync.shell.refit import kept_parts
+from rollsync.shell.refit.boxes import inside
 from rollsync.shell.refit.errors import WeightMismatch
-from rollsync.shell.refit.kept_parts import KeptParts, PartAssembly, inside
+from rollsync.shell.refit.kept_parts import KeptParts, PartAssembly
 from rollsync.shell.refit.load_recorder import LoadRecorder
 
 Weights = dict[str, torch.Tensor]

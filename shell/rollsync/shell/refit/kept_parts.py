@@ -17,7 +17,8 @@ from returns.pipeline import is_successful
 
 from rollsync.pure.refit import TensorSpec, describe
 from rollsync.pure.refit.kept import kept_bytes, kept_layout
-from rollsync.pure.refit.layout import Box, Part, SentPart, plan_parts, whole
+from rollsync.pure.refit.layout import Part, SentPart, plan_parts, whole
+from rollsync.shell.refit.boxes import inside
 from rollsync.shell.refit.errors import RefitError, WeightMismatch
 from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
 
@@ -145,11 +146,3 @@ class PartAssembly:
         if self._left[part.source]:
             return None
         return part.source, self._open.pop(part.source)
-
-
-def inside(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of a box of a tensor's elements."""
-    for dimension, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
-        if size != tensor.shape[dimension]:
-            tensor = tensor.narrow(dimension, start, size)
-    return tensor

@@ -27,8 +27,9 @@ from rollsync.pure.refit.control import (
     StreamBegins,
     StreamEnded,
 )
-from rollsync.pure.refit.layout import Box, SentPart
+from rollsync.pure.refit.layout import SentPart
 from rollsync.pure.refit.sharing import SharedStream
+from rollsync.shell.refit.boxes import inside
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.packing import SLICE_BYTES, StreamPacker
@@ -114,7 +115,7 @@ class Outlet:
             self._name_also(declared.aliases, name)
         else:
             for part in self._parts.get(name, ()):
-                await self._pack(part.spec.name, _inside(tensor, part.box))
+                await self._pack(part.spec.name, inside(tensor, part.box))
                 self._name_also(part.spec.aliases, part.spec.name)
 
     async def flush(self) -> None:
@@ -248,11 +249,3 @@ class Outlet:
     def _enter(self, stage: str, tensor: str = "") -> None:
         for channel in self._channels:
             channel.stage, channel.tensor = stage, tensor
-
-
-def _inside(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of a box of elements."""
-    for dimension, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
-        if size != tensor.shape[dimension]:
-            tensor = tensor.narrow(dimension, start, size)
-    return tensor
