@@ -17,25 +17,24 @@ DISK_FULL = OSError(28, "No space left on device")
 
 
 class Training:
-    """A train pump in the middle of step 1 or after it, which ends when it is told to."""
+    """A train pump in a step, which ends when it is told to and the step has ended."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, in_long_step: bool = False) -> None:
         self.world = world
         self.told = asyncio.Event()
         self.may_end = asyncio.Event()
-        self.may_end.set()
-        self.saves = True
+        if not in_long_step:
+            self.may_end.set()
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         await self.told.wait()
         await self.may_end.wait()
-        if self.saves:
 
-            async def write(path: Path) -> None:
-                (path / "weights").write_bytes(b"")
+        async def write(path: Path) -> None:
+            (path / "weights").write_bytes(b"")
 
-            assert (await self.world.snapshotter.save_trainer_checkpoint(write)).saved
+        assert (await self.world.snapshotter.save_trainer_checkpoint(write)).saved
 
 
 async def after_step_1(root: Path) -> World:
@@ -51,7 +50,11 @@ async def last(world: World, training: Training, *, left_s: float | None) -> str
     until_s = None if left_s is None else asyncio.get_running_loop().time() + left_s
     try:
         return await save_last(
-            world.snapshotter, training.task, stop_after_step=training.told.set, until_s=until_s
+            world.snapshotter,
+            training.task,
+            stop_after_step=training.told.set,
+            train_steps=lambda: world.cell.state.progress.train_steps,
+            until_s=until_s,
         )
     finally:
         training.task.cancel()
@@ -65,9 +68,9 @@ async def test_nothing_has_changed_and_a_snapshot_is_forced(
     world = World(tmp_path)
     await world.ready(0)
     assert (await world.snapshotter.save_rollout_snapshot()).saved
-    training = Training(world)
+    training = Training(world, in_long_step=True)
     assert await last(world, training, left_s=left_s) == "last snapshot: completed"
-    assert not training.told.is_set()
+    assert training.told.is_set()
     assert len(world.archive.bundles()) == 2
 
 
@@ -84,8 +87,7 @@ async def test_a_step_without_a_checkpoint_gets_one(left_s: float | None, tmp_pa
 @pytest.mark.asyncio
 async def test_a_step_that_does_not_end_in_time_is_said(tmp_path: Path) -> None:
     world = await after_step_1(tmp_path)
-    training = Training(world)
-    training.may_end.clear()
+    training = Training(world, in_long_step=True)
     words = await last(world, training, left_s=0.05)
     assert "missing_trainer_anchor: the newest step has no checkpoint" in words
     assert world.archive.bundles() == []
@@ -95,8 +97,7 @@ async def test_a_step_that_does_not_end_in_time_is_said(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_a_checkpoint_on_its_way_at_the_deadline_is_waited_for(tmp_path: Path) -> None:
     world = await after_step_1(tmp_path)
-    training = Training(world)
-    training.saves = False
+    training = Training(world, in_long_step=True)
     began, go_on = asyncio.Event(), asyncio.Event()
 
     async def write(path: Path) -> None:
@@ -105,11 +106,9 @@ async def test_a_checkpoint_on_its_way_at_the_deadline_is_waited_for(tmp_path: P
 
     async def checkpoint() -> None:
         await training.told.wait()
-        training.may_end.clear()
         assert (await world.snapshotter.save_trainer_checkpoint(write)).saved
 
     saving = asyncio.create_task(checkpoint())
-    training.may_end.clear()
     lasting = asyncio.create_task(last(world, training, left_s=0.05))
     await began.wait()
     await asyncio.sleep(0.1)
@@ -126,7 +125,7 @@ async def test_an_optimizer_commit_is_waited_out(tmp_path: Path) -> None:
     await world.ready(0)
     await world.do(GroupsClaimed(step=1, group_ids=("e0p0",)), OptimizerCommitOpened(step=1))
     world.archive.anchors = {0, 1}
-    lasting = asyncio.create_task(last(world, Training(world), left_s=None))
+    lasting = asyncio.create_task(last(world, Training(world, in_long_step=True), left_s=None))
     await asyncio.sleep(0.1)
     assert not lasting.done()
     await world.do(StepCommitted(step=1, trainer_version=1))
@@ -134,11 +133,36 @@ async def test_an_optimizer_commit_is_waited_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_step_that_ends_while_the_save_is_written_is_saved_too(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    training = Training(world, in_long_step=True)
+
+    before_and_after = iter((0, 1))
+    lasting = asyncio.create_task(
+        save_last(
+            world.snapshotter,
+            training.task,
+            stop_after_step=training.told.set,
+            train_steps=lambda: next(before_and_after),
+            until_s=None,
+        )
+    )
+    while not world.archive.bundles():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert not lasting.done()
+    training.may_end.set()
+    assert await lasting == "the last step has its checkpoint"
+    assert len(world.archive.bundles()) == 2
+
+
+@pytest.mark.asyncio
 async def test_before_a_deadline_a_full_disk_is_tried_again(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.ready(0)
     world.archive.failing = {"begin": DISK_FULL}
-    lasting = asyncio.create_task(last(world, Training(world), left_s=60.0))
+    lasting = asyncio.create_task(last(world, Training(world, in_long_step=True), left_s=60.0))
     while world.archive.calls.count("begin") < 2:
         await asyncio.sleep(0.01)
     world.archive.failing = {}
@@ -151,7 +175,7 @@ async def test_a_disk_that_stays_full_is_said(left_s: float | None, tmp_path: Pa
     world = World(tmp_path)
     await world.ready(0)
     world.archive.failing = {"begin": DISK_FULL}
-    words = await last(world, Training(world), left_s=left_s)
+    words = await last(world, Training(world, in_long_step=True), left_s=left_s)
     assert words == "last snapshot: io_error: [Errno 28] No space left on device"
 
 
@@ -161,6 +185,6 @@ async def test_a_state_that_contradicts_itself_ends_the_run_with_an_error(tmp_pa
     await world.ready(0)
     await world.plane.clear(PARTITION, ["e0p0/1"])
     with pytest.raises(RolloutSaveError, match="failed for good") as caught:
-        await last(world, Training(world), left_s=60.0)
+        await last(world, Training(world, in_long_step=True), left_s=60.0)
     assert caught.value.result.reason is Reason.INVARIANT_ERROR
     assert caught.value.__cause__ is world.snapshotter.last_error

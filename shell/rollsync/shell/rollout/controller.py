@@ -274,6 +274,7 @@ class RolloutController:
             self._snapshotter,
             training,
             stop_after_step=self._training.stop_after_step,
+            train_steps=lambda: self.cell.state.progress.train_steps,
             until_s=until_s,
         )
         if training.done() and training.result().completed:

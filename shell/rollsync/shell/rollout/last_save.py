@@ -1,8 +1,10 @@
 """The last save of a run that is to end: it was asked to stop, or its deadline comes.
 
-Rules kept here: a step that has no checkpoint to put a snapshot under gets one, as soon as the step
-that is being trained has ended; before a deadline, what fails is tried again as long as there is
-time; and what could not be saved is said with its reason.
+Rules kept here: no step is begun any more, and one that ends while the save is written is saved
+too, so that nothing that was trained is trained again; a step that has no checkpoint to put a
+snapshot under gets one, as soon as the step that is being trained has ended; before a deadline,
+what fails is tried again as long as there is time; and what could not be saved is said with its
+reason.
 """
 
 from __future__ import annotations
@@ -26,28 +28,34 @@ async def save_last(
     training: asyncio.Task[object],
     *,
     stop_after_step: Callable[[], None],
+    train_steps: Callable[[], int],
     until_s: float | None,
 ) -> str:
     """Save what the run has; how that ended, in words.
 
     Args:
-        training: the train pump. Where a checkpoint is missing, this waits for its end.
+        training: the train pump. Where a checkpoint is missing, or a step has ended since the
+            save, this waits for its end.
         stop_after_step: has it end after the step that it is in, with a checkpoint.
+        train_steps: how many steps are trained by now.
         until_s: reading of the event loop's clock from which on nothing is begun any more. None:
             there is no deadline, and a save that fails is not repeated.
 
     Raises:
         RolloutSaveError: the state contradicts itself; no attempt can save it.
     """
+    stop_after_step()
     while True:
+        trained = train_steps()
         result = await snapshotter.save_rollout_snapshot(force=True)
         left_s = None if until_s is None else until_s - asyncio.get_running_loop().time()
         if result.reason is Reason.INVARIANT_ERROR:
             raise unsavable(result, snapshotter.last_error)
-        if result.saved or (left_s is not None and left_s <= 0):
+        if left_s is not None and left_s <= 0:
             return _in_words(result, snapshotter.last_error)
-        if result.reason is Reason.MISSING_TRAINER_ANCHOR:
-            stop_after_step()
+        if result.saved and train_steps() == trained:
+            return _in_words(result, snapshotter.last_error)
+        if result.saved or result.reason is Reason.MISSING_TRAINER_ANCHOR:
             await asyncio.wait((training,), timeout=left_s)
             if training.done():
                 training.result()
