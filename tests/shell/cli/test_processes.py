@@ -18,6 +18,8 @@ from tests.pure.refit.published_models import QWEN2_5_0_5B
 COMMAND = [sys.executable, "-m", "rollsync.shell.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "default", "RAY_USAGE_STATS_ENABLED": "0"}
 
+RUN = Path(__file__).parents[2] / "golden" / "run-0.1.0" / "run"
+
 
 def shell(line: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs `line` with the command as "$@"."""
@@ -38,7 +40,14 @@ def config(folder: Path) -> str:
 
 
 def test_a_reader_that_has_gone_is_no_error(tmp_path: Path) -> None:
-    for arguments in (["--help"], ["--version"], ["plan", config(tmp_path)]):
+    for arguments in (
+        ["--help"],
+        ["--version"],
+        ["plan", config(tmp_path)],
+        ["inspect", str(RUN)],
+        ["inspect", "--json", str(RUN)],
+        ["explain", str(RUN)],
+    ):
         # It is gone before anything is written.
         done = shell('"$@" > >(exec true) 2>&2; echo "$?"; wait', *arguments)
         assert (done.stdout, done.stderr) == ("0\n", "")

@@ -72,6 +72,15 @@ class _Link(Struct, frozen=True, kw_only=True):
     newest: NewestPart
 
 
+class _WrittenRows(Struct, frozen=True, kw_only=True):
+    """The needed rows, all in segments."""
+
+    rows: RowSegments
+    new_bytes: int
+    """Of the segments that were not there before."""
+    took_s: float
+
+
 class BundleWriter:
     """Writes bundles of one run and shares segments between them."""
 
@@ -118,54 +127,62 @@ class BundleWriter:
         Raises:
             OSError, DataPlaneError: nothing was published.
         """
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
-        kept = prepared.kept
         before, self._before = self._before, None  # After a save that fails, all is written anew.
         chain = () if before is None else before.chain
-        rows, segment_bytes = await self._write_rows(kept, pinned)
-        rows_save_s = clock() - started_s
+        rows = await self._write_rows(prepared.kept, pinned)
         writes = pinned.writes
 
-        def finish() -> tuple[LastSave, WrittenBundle]:
-            link = self._write_link(kept, chain, prepared.kind)
-            captured = captured_state(
-                kept.state,
-                link.newest,
-                rows.rows,
-                run,
-                replay_row_count=kept.replay_row_count,
-                rolled_back_train_group_count=kept.rolled_back_train_group_count,
-                mutation_version=prepared.cut.mutation_version,
-                rows_save_s=rows_save_s,
+        async def publish() -> None:
+            newest, written = await asyncio.to_thread(
+                self._publish, prepared, rows, chain, draft, run
             )
-            files = {
-                REPLAY_METADATA_FILE: encode(captured.replay_metadata),
-                DATA_PLANE_FILE: encode(data_plane_metadata(captured, run, prepared.kind)),
-            }
-            path = draft.publish(_facts(prepared, run, rows, link.chain), files)
-            return LastSave(
-                state=kept.state,
-                chain=link.chain,
-                replay_row_count=kept.replay_row_count,
+            # Only now: of segments that no bundle lists, retention may remove any.
+            self._rows = rows.rows
+            self._before = LastSave(
+                state=prepared.kept.state,
+                chain=newest,
+                replay_row_count=prepared.kept.replay_row_count,
                 writes=writes,
                 restores=prepared.cut.touched.restores,
-            ), WrittenBundle(
-                path=path,
-                captured=captured,
-                segment_bytes=segment_bytes,
-                state_bytes=link.chain[-1].size_bytes,
-                file_bytes=sum(len(data) for data in files.values()),
             )
-
-        async def publish() -> None:
-            last, written = await asyncio.to_thread(finish)
-            # Only now: of segments that no bundle lists, retention may remove any.
-            self._rows = rows
-            self._before = last
             published(written)
 
         await settled(publish())
+
+    def _publish(
+        self,
+        prepared: PreparedBundle,
+        rows: _WrittenRows,
+        chain: tuple[SnapshotSegment, ...],
+        draft: BundleDraft,
+        run: SavingRun,
+    ) -> tuple[tuple[SnapshotSegment, ...], WrittenBundle]:
+        """Write what is left and give the draft its name. The state's chain then, of which `chain`
+        was before. Blocks."""
+        kept = prepared.kept
+        link = self._write_link(kept, chain, prepared.kind)
+        captured = captured_state(
+            kept.state,
+            link.newest,
+            rows.rows.rows,
+            run,
+            replay_row_count=kept.replay_row_count,
+            rolled_back_train_group_count=kept.rolled_back_train_group_count,
+            mutation_version=prepared.cut.mutation_version,
+            rows_save_s=rows.took_s,
+        )
+        files = {
+            REPLAY_METADATA_FILE: encode(captured.replay_metadata),
+            DATA_PLANE_FILE: encode(data_plane_metadata(captured, run, prepared.kind)),
+        }
+        path = draft.publish(_facts(prepared, run, rows.rows, link.chain), files)
+        return link.chain, WrittenBundle(
+            path=path,
+            captured=captured,
+            segment_bytes=rows.new_bytes,
+            state_bytes=link.chain[-1].size_bytes,
+            file_bytes=sum(len(data) for data in files.values()),
+        )
 
     def _write_link(
         self, kept: Kept, chain: tuple[SnapshotSegment, ...], kind: CheckpointKind
@@ -182,8 +199,10 @@ class BundleWriter:
     def _put(self, data: bytes) -> SnapshotSegment:
         return SnapshotSegment(digest=self._archive.put_segment(data), size_bytes=len(data))
 
-    async def _write_rows(self, kept: Kept, pinned: PinnedRows) -> tuple[RowSegments, int]:
-        """Segments that hold the needed rows, oldest first, and the bytes of the new ones."""
+    async def _write_rows(self, kept: Kept, pinned: PinnedRows) -> _WrittenRows:
+        """Make durable what no segment has yet of the needed rows."""
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
         plan = await settled(
             asyncio.to_thread(plan_row_save, kept.rows, self._rows, gone=kept.gone)
         )
@@ -195,7 +214,7 @@ class BundleWriter:
                 await settled(asyncio.to_thread(segments.flush))
         await settled(asyncio.to_thread(segments.flush))
         rows = await settled(asyncio.to_thread(after_save, plan, self._rows, segments.written))
-        return rows, segments.written_bytes
+        return _WrittenRows(rows=rows, new_bytes=segments.written_bytes, took_s=clock() - started_s)
 
 
 class _NewSegments:
