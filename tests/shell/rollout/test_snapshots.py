@@ -21,6 +21,7 @@ from rollsync.pure.rollout.events import (
 )
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
 from rollsync.shell.rollout.errors import DataPlaneError
+from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 from tests.pure.rollout.events_kit import train
 from tests.shell.rollout.world import PARTITION, PlainArchive, World, assert_same_rows, row_of
 
@@ -159,6 +160,32 @@ async def test_the_order_of_a_save(tmp_path: Path) -> None:
         Kind.PUBLISHED,
         Kind.SAVE_ENDED,
     ]
+
+
+@pytest.mark.asyncio
+async def test_what_else_is_told_of_the_state_is_durable_before_the_save_has_its_name(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    calls = world.archive.calls
+    disk_is_full = [True]
+
+    def make_durable() -> None:
+        calls.append("make durable")
+        assert Kind.CUT_LEFT in [event.kind for event in world.trace.trace.events]
+        if disk_is_full[0]:
+            raise OSError(28, "no space left")
+
+    snapshotter = RolloutSnapshotter(
+        world.parts, archive=world.archive, before_publication=make_durable
+    )
+    result = await snapshotter.save_rollout_snapshot()
+    assert (result.saved, result.reason) == (False, Reason.IO_ERROR)
+    assert "publish" not in calls
+    calls.clear()
+    disk_is_full[0] = False
+    assert (await snapshotter.save_rollout_snapshot()).saved
+    assert calls.index("make durable") < calls.index("publish")
 
 
 class Slow(PlainArchive):
