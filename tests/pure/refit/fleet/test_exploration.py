@@ -6,7 +6,8 @@ weights it holds in truth, and whether it has ever been through a whole sync.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 
 import pytest
 from msgspec import Struct
@@ -162,8 +163,30 @@ def check(moment: Moment) -> None:
     assert living + replacements_wanted(fleet) <= max(fleet.wanted, living)
 
 
+def shape(moment: Moment) -> Hashable:
+    """What two moments have in common that differ only in which engine is which."""
+    fleet, facts = moment.fleet, dict(moment.facts)
+    sync = fleet.sync
+    engines = Counter(
+        (
+            record,
+            facts[name],
+            sync is not None and name in sync.engines,
+            sync is not None and name in sync.blamed,
+        )
+        for name, record in fleet.engines.items()
+    )
+    return (
+        frozenset(engines.items()),
+        fleet.target_version,
+        None if sync is None else (sync.version, sync.attempt),
+        fleet.lost is not None,
+        moment.was_below,
+    )
+
+
 def explore(settings: FleetSettings, depth: int) -> tuple[int, int]:
-    """Distinct moments within `depth` events, and how many of them are lost.
+    """Moments of distinct shape within `depth` events, and how many of them are lost.
 
     From two starts: a fleet that waits for its first sync, and one that serves.
     """
@@ -177,18 +200,21 @@ def explore(settings: FleetSettings, depth: int) -> tuple[int, int]:
     for name in names:
         serving = after(serving, EngineSynced(name))
     serving = after(serving, SyncClosed())
-    seen, edge = {waiting, serving}, [waiting, serving]
+    lost = 0
+    seen, edge = {shape(waiting), shape(serving)}, [waiting, serving]
     for _ in range(depth):
         reached: list[Moment] = []
         for moment in edge:
             for event in next_events(moment.fleet):
                 found = after(moment, event)
-                if found not in seen:
+                key = shape(found)
+                if key not in seen:
                     check(found)
-                    seen.add(found)
+                    seen.add(key)
                     reached.append(found)
+                    lost += found.fleet.lost is not None
         edge = reached
-    return len(seen), sum(moment.fleet.lost is not None for moment in seen)
+    return len(seen), lost
 
 
 def settings_with(min_healthy: int) -> FleetSettings:
@@ -205,7 +231,7 @@ def settings_with(min_healthy: int) -> FleetSettings:
 @pytest.mark.parametrize("min_healthy", [0, 1, 2, 3])
 def test_no_order_of_events_breaks_a_promise(min_healthy: int) -> None:
     moments, lost = explore(settings_with(min_healthy), depth=5)
-    assert moments > 4_000
+    assert moments > 3_000
     assert lost > 0
 
 
@@ -213,5 +239,5 @@ def test_no_order_of_events_breaks_a_promise(min_healthy: int) -> None:
 @pytest.mark.parametrize("min_healthy", [1, 2])
 def test_no_longer_order_of_events_breaks_a_promise(min_healthy: int) -> None:
     moments, lost = explore(settings_with(min_healthy), depth=8)
-    assert moments > 100_000
+    assert moments > 80_000
     assert lost > 0
