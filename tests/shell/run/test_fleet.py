@@ -121,8 +121,7 @@ def check_killed_at(
 def test_a_run_outlives_its_engines(
     cluster: None, tmp_path: Path, model_path: Path, orders: Path
 ) -> None:
-    moments = ((IDLE,), (GENERATING,), (LOADING,))
-    entries = check_killed_at(2, moments, tmp_path, model_path, orders)
+    entries = check_killed_at(2, ((IDLE,), (LOADING,)), tmp_path, model_path, orders)
     synced = [entry.weight_version for entry in entries if isinstance(entry, WeightsSynced)]
     assert synced == sorted(synced)
 
@@ -133,12 +132,13 @@ def test_a_run_outlives_its_engines_at_every_moment(
     cluster: None, tmp_path: Path, model_path: Path, orders: Path
 ) -> None:
     # A set-up is another engine's death away.
-    moments = ((UPDATING,), (FINISHING,), *((IDLE, moment) for moment in SETTING_UP))
+    setting_up = ((IDLE, moment) for moment in SETTING_UP)
+    moments = ((GENERATING,), (UPDATING,), (FINISHING,), *setting_up)
     check_killed_at(3, moments, tmp_path, model_path, orders)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("moment", [GENERATING, LOADING])
+@pytest.mark.parametrize("moment", [LOADING, pytest.param(GENERATING, marks=pytest.mark.slow)])
 def test_below_the_minimum_the_run_saves_and_stops_and_goes_on_when_started_again(
     moment: str, cluster: None, tmp_path: Path, model_path: Path, orders: Path
 ) -> None:
