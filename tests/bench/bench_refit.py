@@ -33,6 +33,7 @@ import torch.distributed
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent, memory_of
 from tests.bench.measure import machine, write_results
+from tests.bench.refit_direct import direct_rows
 
 MIB = 1 << 20
 ROUNDS = 3
@@ -410,6 +411,7 @@ if __name__ == "__main__":
     ray.init(num_cpus=2, object_store_memory=3 << 30, include_dashboard=False, log_to_driver=False)
     measured = rows(measure_all())
     ray.shutdown()
+    measured += direct_rows(SETS["model"], SETS["small tensors"])
     write_results(
         {
             "machine": {

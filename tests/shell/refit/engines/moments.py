@@ -17,6 +17,7 @@ from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium
 from rollsync.shell.refit.engines.nixl_memory import NixlMedium, RegisteredBuffers
+from rollsync.shell.refit.engines.process_memory import OtherMemory
 from rollsync.shell.refit.engines.staged import StagedEngine
 
 NEVER: Final = ""
@@ -70,6 +71,30 @@ RECEIVER: Final = (
 )
 """Where a receiver dies before its sender may take the stream for received."""
 
+DIRECT_SENDER: Final = (
+    "sends ProbeOffered",
+    "sends DestinationsAnswered",
+    "sent DestinationsAnswered",
+    "sends TensorsOffered",
+    "sent TensorsOffered",
+    "sent TensorsOffered 2",
+    "received TensorsTaken",
+)
+"""Where a sender dies that is read from directly."""
+
+DIRECT_RECEIVER: Final = (
+    "received ProbeOffered",
+    "sends DestinationsOffered",
+    "sent DestinationsOffered",
+    "sends DestinationsReported",
+    "sent DestinationsReported",
+    "reads directly",
+    "reads directly 2",
+    "sends TensorsTaken",
+    "sent TensorsTaken",
+)
+"""Where a receiver dies that reads directly."""
+
 QUICK: Final = frozenset(
     {BEFORE_IT, "hands over", "sent BucketFilled", "takes over", "fetches", "loads three_buckets"}
 )
@@ -106,6 +131,7 @@ def arrange(death: Death) -> None:
         (NixlMedium, "take_over", "takes over"),
         (SharedBuffers, "fetch", "fetches"),
         (NixlMedium, "fetch", "fetches"),
+        (OtherMemory, "read", "reads directly"),
         (StagedEngine, "finalize", FINALIZES),
     ):
         setattr(owner, name, _telling(getattr(owner, name), death, moment))
@@ -121,6 +147,7 @@ def _telling(original: Callable[..., Any], death: Death, moment: str) -> Callabl
 
 def _arrange_messages(death: Death) -> None:
     send, receive = ControlChannel.send, ControlChannel.receive
+    receive_aside = ControlChannel.receive_aside
 
     async def telling_send(channel: ControlChannel, body: ControlBody) -> bytes:
         death.moment(f"sends {type(body).__name__}")
@@ -133,5 +160,14 @@ def _arrange_messages(death: Death) -> None:
         death.moment(f"received {type(body).__name__}")
         return body, message
 
-    for name, telling in (("send", telling_send), ("receive", telling_receive)):
+    async def telling_aside(channel: ControlChannel) -> ControlBody:
+        body = await receive_aside(channel)
+        death.moment(f"received {type(body).__name__}")
+        return body
+
+    for name, telling in (
+        ("send", telling_send),
+        ("receive", telling_receive),
+        ("receive_aside", telling_aside),
+    ):
         setattr(ControlChannel, name, telling)

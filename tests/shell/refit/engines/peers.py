@@ -5,26 +5,36 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Final
 
 import torch
 
+from rollsync.pure.refit.control import Destination
+from rollsync.pure.refit.load_plan import Copy, Region
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
 from rollsync.shell.refit.engines.conformance_workers import BUCKET_BYTES, sample_weights
+from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
+from rollsync.shell.refit.weights import dtype_name
 from tests.shell.refit.engines.moments import BEFORE_IT, NEVER, Death, arrange
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.shell.refit.engines.peers"])
 
 
-def engine_of(backend: str, timeout_s: float) -> CheckpointEngine:
+def engine_of(backend: str, timeout_s: float, *, direct: bool = False) -> CheckpointEngine:
     """An engine of the samples' bucket size."""
     return create_checkpoint_engine(
-        backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs={"refit_timeout_s": timeout_s}
+        backend,
+        bucket_size_bytes=BUCKET_BYTES,
+        engine_kwargs={
+            "refit_timeout_s": timeout_s,
+            **({"direct": True} if direct else {}),
+        },
     )
 
 
@@ -34,6 +44,35 @@ def samples_told_to(death: Death) -> Iterator[tuple[str, torch.Tensor]]:
         death.moment(f"makes {name}")
         yield name, tensor
     death.moment("makes the end")
+
+
+DIRECT: Final = ("three_bf16", "then_fp32", "bucket_and_one", "three_buckets")
+"""Samples that a direct receiver reads into parameters of the same names."""
+
+
+def read_samples_into(engine: CheckpointEngine) -> dict[str, torch.Tensor]:
+    """Let an engine read the direct samples; the parameters, all zero."""
+    if not isinstance(engine, DirectEngine):
+        raise AssertionError(f"{engine} reads nothing directly")
+    samples = {name: sample_weights()[name] for name in DIRECT}
+    parameters = {name: torch.zeros_like(tensor) for name, tensor in samples.items()}
+    whole = {name: Region(0, tensor.nbytes) for name, tensor in samples.items()}
+    engine.read_into(
+        Destinations(
+            [
+                Destination(
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    dtype=dtype_name(tensor.dtype),
+                    regions=(whole[name],),
+                )
+                for name, tensor in samples.items()
+            ],
+            {name: [Copy(whole[name], name, whole[name])] for name in samples},
+            parameters,
+        )
+    )
+    return parameters
 
 
 async def receive_all(engine: CheckpointEngine, death: Death | None = None) -> list[str]:
@@ -59,11 +98,26 @@ def _connect_as(engine: CheckpointEngine, role: str, metadata: list[object]) -> 
         )
 
 
-def _peer(pipe: Connection, backend: str, role: str, timeout_s: float, die: str) -> None:
-    engine = engine_of(backend, timeout_s)
+def _none() -> None:
+    """No habit."""
+
+
+def _peer(
+    pipe: Connection,
+    backend: str,
+    role: str,
+    timeout_s: float,
+    die: str,
+    direct: bool,
+    habit: Callable[[], None],
+) -> None:
+    engine = engine_of(backend, timeout_s, direct=direct)
     pipe.send(engine.prepare())
     _connect_as(engine, role, pipe.recv())
+    if direct and role == "rollout":
+        read_samples_into(engine)
     pipe.send("connected")
+    habit()
     death = Death(die)
     arrange(death)
     death.moment(BEFORE_IT)
@@ -95,6 +149,8 @@ class Peer:
         role: the other end's, `policy` or `rollout`.
         timeout_s: how long the other end waits for this one.
         die: the moment at which it dies.
+        direct: whether it reads, or lets read, the direct samples.
+        habit: called in it before the stream.
     """
 
     def __init__(
@@ -105,10 +161,14 @@ class Peer:
         role: str,
         timeout_s: float,
         die: str = NEVER,
+        direct: bool = False,
+        habit: Callable[[], None] = _none,
     ) -> None:
         self.pipe, theirs = PROCESSES.Pipe()
         self.process: BaseProcess = PROCESSES.Process(
-            target=_peer, args=(theirs, backend, role, timeout_s, die), daemon=True
+            target=_peer,
+            args=(theirs, backend, role, timeout_s, die, direct, habit),
+            daemon=True,
         )
         self.process.start()
         theirs.close()

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import xxhash
 
 from rollsync.pure.refit.control import MemoryKind, ProbeOffered, TensorsOffered
 from rollsync.pure.refit.load_plan import Copy, Region
@@ -48,8 +48,6 @@ _libc.process_vm_readv.argtypes = [
     ctypes.c_ulong,
     ctypes.c_ulong,
 ]
-_Runs = npt.NDArray[np.uint64]
-"""`(runs, 2)`: address and bytes of each."""
 
 
 class OwnMemory:
@@ -110,12 +108,13 @@ class OtherMemory:
 
     async def meet(self, channel: ControlChannel, probe: ProbeOffered) -> bool:
         """Whether the probe can be read."""
-        found = ctypes.create_string_buffer(len(probe.contents))
+        size = len(probe.contents)
+        found = ctypes.create_string_buffer(size)
         try:
-            _read(
+            read_memory(
                 _process_of(channel.connection),
-                _runs([probe.address], len(probe.contents)),
-                _runs([ctypes.addressof(found)], len(probe.contents)),
+                [(probe.address, size)],
+                [(ctypes.addressof(found), size)],
             )
         except OSError as error:
             logger.warning(
@@ -138,8 +137,10 @@ class OtherMemory:
         """
         process = _process_of(channel.connection)
         try:
+            batch = _Batch(process)
             for read in reads:
-                _do(process, read)
+                batch.add(read)
+            batch.flush()
         except OSError as error:
             if error.errno == errno.ESRCH or channel.has_ended():
                 raise channel.lost() from error
@@ -154,59 +155,84 @@ class OtherMemory:
         """Nothing is reserved."""
 
 
-def _do(process: int, read: Read) -> None:
-    memory: npt.NDArray[np.uint8] = read.parameter.detach().reshape(-1).view(torch.uint8).numpy()
-    base = read.parameter.data_ptr()
-    for source, target, size in _slices(read.copy):
-        _read(process, _runs(source + read.address, size), _runs(target + base, size))
-        if read.checksum is not None:
-            for start in target.tolist():
-                read.checksum.update(memory[start : start + size].data)
+class _Batch:
+    """Reads that the kernel is asked for at once, and then hashed while they are in the cache."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._remote: list[tuple[int, int]] = []
+        self._local: list[tuple[int, int]] = []
+        self._hashed: list[tuple[xxhash.xxh3_64, memoryview]] = []
+        self._bytes = 0
+
+    def add(self, read: Read) -> None:
+        """Do a read, now or with the next ones."""
+        base = read.parameter.data_ptr()
+        flat: torch.Tensor = read.parameter.detach().reshape(-1)
+        contents: memoryview = flat.view(torch.uint8).numpy().data
+        for source, target, size in _pieces(read.copy):
+            if len(self._remote) == _MOST_RUNS or self._bytes + size > _SLICE_BYTES:
+                self.flush()
+            self._remote.append((read.address + source, size))
+            self._local.append((base + target, size))
+            self._bytes += size
+            if read.checksum is not None:
+                self._hashed.append((read.checksum, contents[target : target + size]))
+
+    def flush(self) -> None:
+        """Do what was added.
+
+        Raises:
+            OSError: the kernel refuses, or there is no such memory.
+        """
+        if self._remote:
+            read_memory(self._process, self._remote, self._local)
+        for checksum, contents in self._hashed:
+            checksum.update(contents)
+        self._remote.clear()
+        self._local.clear()
+        self._hashed.clear()
+        self._bytes = 0
 
 
-def _slices(copy: Copy) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]]:
-    """A copy in slices: where runs begin in the source and in the target, and their bytes."""
+def _pieces(copy: Copy) -> Iterator[tuple[int, int, int]]:
+    """A copy in pieces: where each begins in the source and in the target, and its bytes."""
     run = min(copy.source.run_bytes, copy.target.run_bytes)
     if not run:
         return
-    source, target = _starts(copy.source, run), _starts(copy.target, run)
-    if run >= _SLICE_BYTES:
-        for at in range(len(source)):
-            for first in range(0, run, _SLICE_BYTES):
-                here = slice(at, at + 1)
-                yield source[here] + first, target[here] + first, min(_SLICE_BYTES, run - first)
-        return
-    step = min(_MOST_RUNS, _SLICE_BYTES // run)
-    for at in range(0, len(source), step):
-        yield source[at : at + step], target[at : at + step], run
+    source, target = copy.source.offset, copy.target.offset
+    for _ in range(copy.source.total_bytes // run):
+        for first in range(0, run, _SLICE_BYTES):
+            yield source + first, target + first, min(_SLICE_BYTES, run - first)
+        source += _stride(copy.source, run)
+        target += _stride(copy.target, run)
 
 
-def _starts(region: Region, run: int) -> npt.NDArray[np.int64]:
-    """Where the runs of `run` bytes of a region begin."""
-    stride = run if region.runs == 1 else region.stride_bytes
-    return region.offset + stride * np.arange(region.total_bytes // run, dtype=np.int64)
+def _stride(region: Region, run: int) -> int:
+    return run if region.runs == 1 else region.stride_bytes
 
 
-def _runs(starts: Sequence[int] | npt.NDArray[np.int64], size: int) -> _Runs:
-    runs = np.empty((len(starts), 2), dtype=np.uint64)
-    runs[:, 0] = starts
-    runs[:, 1] = size
-    return runs
+def read_memory(
+    process: int, remote: Sequence[tuple[int, int]], local: Sequence[tuple[int, int]]
+) -> None:
+    """Read another process's memory.
 
-
-def _read(process: int, remote: _Runs, local: _Runs) -> None:
-    """Read all runs.
+    Args:
+        process: its number.
+        remote: address and bytes of each run there, as many as the kernel takes at once.
+        local: the same here.
 
     Raises:
         OSError: the kernel refuses, or there is no such memory.
     """
+    theirs, ours = np.array(remote, dtype=np.uint64), np.array(local, dtype=np.uint64)
     read = _libc.process_vm_readv(
-        process, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
+        process, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0
     )
     if read < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    if read != int(remote[:, 1].sum()):
+    if read != int(theirs[:, 1].sum()):
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
 

@@ -1,0 +1,234 @@
+"""What a receiver reads straight from the policy's memory into its parameters, beside the copy
+that this comes down to: a memory copy by one thread, and one read of flat memory by the kernel.
+
+Two processes, a core each; each way runs once a round. Called by `bench_refit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from rollsync.pure.refit.control import Destination
+from rollsync.pure.refit.load_plan import Copy, Region
+from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
+from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
+from rollsync.shell.refit.engines.process_memory import read_memory
+from rollsync.shell.refit.weights import dtype_name
+
+ROUNDS = 5
+MIB = 1 << 20
+FLAT_BYTES = 512 * MIB
+BUCKET_MIB = 12
+_PR_SET_PTRACER = 0x59616D61
+COPY, RAW = "memory copy in a process of its own", "raw process_vm_readv"
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+
+
+class End:
+    """The policy (rank 0) or the rollout worker (rank 1)."""
+
+    def __init__(self, rank: int, sets: dict[str, Shapes]) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        torch.set_num_threads(1)
+        # Where siblings may not read each other's memory, the raw read may.
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_long(-1), 0, 0, 0)
+        self._rank = rank
+        self._weights = {
+            key: {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes}
+            for key, shapes in sets.items()
+        }
+        self._flat = torch.ones(FLAT_BYTES, dtype=torch.uint8)
+        self._other = torch.zeros(FLAT_BYTES, dtype=torch.uint8)
+        self._engine: CheckpointEngine | None = None
+
+    def place(self) -> tuple[int, int]:
+        """This process and where its flat memory is."""
+        return os.getpid(), self._flat.data_ptr()
+
+    def copy(self) -> None:
+        """Copy the flat memory."""
+        self._other.copy_(self._flat)
+
+    def raw_read(self, process: int, address: int) -> None:
+        """Read the other end's flat memory."""
+        read_memory(process, [(address, FLAT_BYTES)], [(self._other.data_ptr(), FLAT_BYTES)])
+
+    def prepare(self, checksum: bool) -> dict[str, object]:
+        """Make an engine; its metadata."""
+        self._engine = create_checkpoint_engine(
+            "shm",
+            bucket_size_bytes=BUCKET_MIB * MIB,
+            engine_kwargs={"checksum": checksum, "direct": True},
+        )
+        return self._engine.prepare()
+
+    def connect(self, metadata: list[object], key: str) -> None:
+        """Let the engine know the other end, and where to read to."""
+        engine = self._made()
+        worlds = {"train_world_size": 1, "rollout_world_size": 1}
+        if self._rank == 0:
+            engine.init_policy_process_group(worker_rank=0, metadata=metadata, **worlds)
+            return
+        engine.init_rollout_process_group(rollout_rank=0, metadata=metadata, **worlds)
+        if isinstance(engine, DirectEngine):
+            engine.read_into(destinations_to(self._weights[key]))
+
+    def sync(self, key: str) -> None:
+        """One stream, nothing of which comes in batches."""
+        engine = self._made()
+        if self._rank == 0:
+            asyncio.run(engine.send_weights(self._weights[key].items()))
+        else:
+            asyncio.run(_receive_nothing(engine))
+
+    def finalize(self) -> None:
+        """Give the engine back."""
+        self._made().finalize()
+
+    def _made(self) -> CheckpointEngine:
+        if self._engine is None:
+            raise RuntimeError("call prepare first")
+        return self._engine
+
+
+async def _receive_nothing(engine: CheckpointEngine) -> None:
+    async with aclosing(engine.receive_weight_batches()) as batches:
+        async for batch in batches:
+            raise RuntimeError(f"{batch[0][0]} came through a bucket")
+
+
+def destinations_to(parameters: dict[str, torch.Tensor]) -> Destinations:
+    """Where tensors of the same names are read into as they are."""
+    whole = {name: Region(0, each.nbytes) for name, each in parameters.items()}
+    wanted = [
+        Destination(
+            name=name,
+            shape=tuple(each.shape),
+            dtype=dtype_name(each.dtype),
+            regions=(whole[name],),
+        )
+        for name, each in parameters.items()
+    ]
+    copies = {name: [Copy(region, name, region)] for name, region in whole.items()}
+    return Destinations(wanted, copies, parameters)
+
+
+def _serve(pipe: Connection, rank: int, sets: dict[str, Shapes]) -> None:
+    end = End(rank, sets)
+    while True:
+        command, *arguments = pipe.recv()
+        if command == "end":
+            return
+        pipe.send(getattr(end, command)(*arguments))
+
+
+class _Ends:
+    """Both processes."""
+
+    def __init__(self, sets: dict[str, Shapes]) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in (0, 1):
+            mine, theirs = spawning.Pipe()
+            process = spawning.Process(target=_serve, args=(theirs, rank, sets), daemon=True)
+            process.start()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def ask(self, rank: int, *command: object) -> Any:
+        """Let one end do something."""
+        self._pipes[rank].send(command)
+        return self._pipes[rank].recv()
+
+    def ask_both(self, *command: object) -> list[Any]:
+        """Let both ends do something at once."""
+        for pipe in self._pipes:
+            pipe.send(command)
+        return [pipe.recv() for pipe in self._pipes]
+
+    def sync_s(self, key: str, *, checksum: bool) -> float:
+        """Seconds of a sync, after one that sets the connection up."""
+        metadata = self.ask_both("prepare", checksum)
+        self.ask_both("connect", metadata, key)
+        self.ask_both("sync", key)
+        start = time.perf_counter()
+        self.ask_both("sync", key)
+        took = time.perf_counter() - start
+        self.ask_both("finalize")
+        return took
+
+    def close(self) -> None:
+        """End both processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(("end",))
+            process.join()
+
+
+def direct_rows(model: Shapes, small: Shapes) -> list[dict[str, object]]:
+    """The figures of the direct way.
+
+    Args:
+        model: names and shapes of a model's tensors, of bfloat16.
+        small: many small ones.
+    """
+    ends = _Ends({"model": model, "small": small})
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        times.setdefault(name, []).append(seconds)
+
+    place = ends.ask(0, "place")
+    for _ in range(ROUNDS + 1):
+        for name, rank, command in ((COPY, 1, ("copy",)), (RAW, 1, ("raw_read", *place))):
+            start = time.perf_counter()
+            ends.ask(rank, *command)
+            note(name, time.perf_counter() - start)
+        note("shm direct", ends.sync_s("model", checksum=True))
+        note("shm direct, without checksums", ends.sync_s("model", checksum=False))
+        note("shm direct, small tensors", ends.sync_s("small", checksum=True))
+    ends.close()
+    seconds = {name: statistics.median(values[1:]) for name, values in times.items()}
+    each_us = seconds.pop("shm direct, small tensors") / len(small) * 1e6
+    sizes = dict.fromkeys((COPY, RAW), FLAT_BYTES)
+    moved = sum(2 * torch.Size(shape).numel() for _, shape in model)
+    rate = {name: sizes.get(name, moved) / value / 1e9 for name, value in seconds.items()}
+    result = [_row(name, value, "GB/s") for name, value in rate.items()]
+    for name in ("shm direct", "shm direct, without checksums"):
+        for against, goal in ((RAW, 0.9), (COPY, None)):
+            ratio = rate[name] / rate[against]
+            result.append(_row(name, rate[name], "GB/s", against=against, ratio=ratio, goal=goal))
+    result.append(_row("shm direct, small tensors, both ends", each_us, "microseconds a tensor"))
+    return result
+
+
+def _row(
+    name: str,
+    value: float,
+    unit: str,
+    *,
+    against: str | None = None,
+    ratio: float | None = None,
+    goal: float | None = None,
+) -> dict[str, object]:
+    return {
+        "name": name,
+        "value": round(value, 2),
+        "unit": unit,
+        "compared_with": against,
+        "ratio": None if ratio is None else round(ratio, 2),
+        "goal": goal,
+        "met": None if goal is None or ratio is None else ratio >= goal,
+    }
