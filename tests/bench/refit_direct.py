@@ -145,6 +145,7 @@ class _Ends:
             mine, theirs = spawning.Pipe()
             process = spawning.Process(target=_serve, args=(theirs, rank, sets), daemon=True)
             process.start()
+            theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
 
