@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from msgspec import inspect
 
-from rollsync.pure.config import TransferQueuePlaneConfig
+from rollsync.pure.config import MasterConfig, TransferQueuePlaneConfig
 from rollsync.pure.rollout.sampler import InOrderSampler
 from rollsync.shell.config import ConfigError, at_address, parse_config, read_config
 
@@ -34,6 +36,25 @@ def parse(value: object) -> None:
     parse_config(yaml.safe_dump(value).encode(), source="run.yaml")
 
 
+def structs(of: inspect.Type) -> Iterator[inspect.StructType]:
+    if isinstance(of, inspect.StructType):
+        yield of
+        for field in of.fields:
+            yield from structs(field.type)
+    elif isinstance(of, inspect.UnionType):
+        for member in of.types:
+            yield from structs(member)
+
+
+def test_no_section_takes_a_key_that_it_does_not_know() -> None:
+    taking = [
+        each.cls.__name__
+        for each in structs(inspect.type_info(MasterConfig))
+        if not each.forbid_unknown_fields
+    ]
+    assert not taking
+
+
 def test_a_file_becomes_a_typed_value(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(settings()))
@@ -53,6 +74,7 @@ def test_a_file_becomes_a_typed_value(tmp_path: Path) -> None:
         ("grpo", "learning_rate", float("nan")),
         ("run", "directory", ""),
         ("sampler", "max_lookahead_versions", -1),
+        ("sampler", "max_lookahead", 1),
         ("grpo", "num_generations_per_prompt", 1),
         ("generation", "backend", "sglang"),
         ("data", "size", 4),

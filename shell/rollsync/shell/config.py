@@ -74,7 +74,7 @@ def parse_config(text: bytes, *, source: str) -> MasterConfig:
         reason = found["reason"] if found else str(error)
         raise ConfigError(
             f"{source}: {path or 'top level'}: {reason}",
-            remedy="correct the setting",
+            remedy="correct the setting; docs/operations.md lists them all",
             paths=(path,),
         ) from error
     except (msgspec.DecodeError, yaml.YAMLError, RecursionError) as error:

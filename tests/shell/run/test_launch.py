@@ -88,7 +88,7 @@ def test_a_model_that_is_not_the_one_wanted_is_refused(tmp_path: Path) -> None:
         with_model_digest(other)
     nowhere = replace(config, model=replace(config.model, path=str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match=r"model\.path: .*nowhere: No such file"):
-        with_model_digest(nowhere)
+        run_config(nowhere)
 
 
 def test_a_run_of_before_is_known_by_the_path_of_its_model(tmp_path: Path) -> None:

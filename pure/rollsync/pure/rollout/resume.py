@@ -275,9 +275,6 @@ def _by_seal(record: PromptGroupRecoveryRecord) -> tuple[tuple[int, ...], tuple[
     return tuple(sealed), tuple(unsealed)
 
 
-_CAN_STAY = (RolloutAttemptStatus.RESERVED, RolloutAttemptStatus.SEALED)
-
-
 def _has_ended_attempts(record: PromptGroupRecoveryRecord) -> bool:
     """Whether a sibling's last attempt can go on no more, and another has to be reserved."""
     for sibling in record.siblings:

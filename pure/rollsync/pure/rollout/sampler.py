@@ -105,7 +105,14 @@ class PromptGroupSampler(Protocol):
         ...
 
 
-class WindowedSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="windowed"):
+class WindowedSampler(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="windowed",
+):
     """Whichever groups are ready and within the window. Only the buffer limits generation, and what
     grows older than the window is dropped as stale."""
 
@@ -169,7 +176,14 @@ class WindowedSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="
         return resume_from_trainer_version - 1
 
 
-class ReadyFirstSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="ready_first"):
+class ReadyFirstSampler(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="ready_first",
+):
     """One batch a step, whichever groups are ready first. Nothing is ever stale."""
 
     max_staleness_versions: int = 1
@@ -220,7 +234,14 @@ class ReadyFirstSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag
         return resume_from_trainer_version - 1
 
 
-class WeightFifoSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="weight_fifo"):
+class WeightFifoSampler(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="weight_fifo",
+):
     """One batch a step, the oldest weights first: a younger group never overtakes an older one
     that is still being generated, unless the older one has left the window."""
 
@@ -288,7 +309,14 @@ class WeightFifoSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag
         return resume_from_trainer_version - 1
 
 
-class InOrderSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="in_order"):
+class InOrderSampler(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="in_order",
+):
     """Dispatch batch `n` is trained on top of weight version `n`, whatever finishes first."""
 
     max_lookahead_versions: int = 1
@@ -348,7 +376,14 @@ class InOrderSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="i
         return resume_from_trainer_version - 1
 
 
-class CustomSampler(Struct, frozen=True, kw_only=True, tag_field="name", tag="custom"):
+class CustomSampler(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="custom",
+):
     """The name of a user's own `PromptGroupSampler`; the shell loads it."""
 
     target: str

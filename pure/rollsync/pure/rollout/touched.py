@@ -62,7 +62,7 @@ def touched_groups(before: RolloutState, event: RolloutEvent) -> tuple[str, ...]
         case BatchAdmitted() | GroupsClaimed():
             return event.group_ids
         case ClaimsReleased() | OptimizerCommitOpened() | StepCommitted():
-            return () if before.open_step is None else before.open_step.group_ids
+            return claimed_groups(before)
         case (
             AttemptDispatched()
             | SiblingSealed()

@@ -74,7 +74,6 @@ class _UsesRolloutParts:
     """Unpacks the parts into the attributes that the snapshotter and the restorer read."""
 
     def __init__(self, parts: RolloutParts) -> None:
-        self._master_config = parts.master_config
         self._dp_client = parts.dp_client
         self._partition_id = parts.partition_id
         self._buffer = parts.buffer

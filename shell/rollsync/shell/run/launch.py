@@ -41,9 +41,10 @@ def run_config(config: MasterConfig, *, listener: JournalListener | None = None)
         RollsyncError: the run cannot begin, or cannot go on.
     """
     sampler = load_sampler(config)
-    tokenizer = PolicyTokenizer(config.model.path)
     dataset = ReasoningGymDataset(config.data)
+    # Before the tokenizer, for which transformers would ask a hub again and again.
     config = with_model_digest(config)
+    tokenizer = PolicyTokenizer(config.model.path)
     directory = Path(config.run.directory)
     store = SnapshotStore(directory, config=config, dataset_digest=dataset.digest)
     with ExitStack() as started:
