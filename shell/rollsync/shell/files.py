@@ -136,8 +136,7 @@ def _state_links(directory: Path) -> list[Path]:
             raise UndecodableFile(path, decoded.failure())
         names = decoded.unwrap().facts.state_segments
         if names:
-            shared = _segments_of(directory)
-            return [shared / name for name in names]
+            return _shared_links(directory, names)
     for path in sorted(directory.iterdir()):
         if path.is_file():
             header = read_header(_read(path, only_ours=True)[:HEADER_BYTES])
@@ -149,8 +148,20 @@ def _state_links(directory: Path) -> list[Path]:
     )
 
 
+def _shared_links(bundle: Path, names: tuple[str, ...]) -> list[Path]:
+    shared = _segments_of(bundle)
+    for name in names:
+        if not os.path.lexists(shared / name):
+            raise UnreadableFile(
+                f"{bundle}: its rollout state needs the segment {shared / name}, which is missing",
+                remedy="a bundle is a part of its run directory: copy that as a whole, or the "
+                f"run's {SEGMENTS_DIRECTORY}/ to {shared}",
+            )
+    return [shared / name for name in names]
+
+
 def _segments_of(bundle: Path) -> Path:
     """The segments of the run directory that a bundle lies in."""
-    place = bundle.absolute()
-    run = place.parents[2] if place.parent.name == SNAPSHOTS_DIRECTORY else place.parent
+    above = bundle.absolute().parent
+    run = above.parent.parent if above.name == SNAPSHOTS_DIRECTORY else above
     return run / SEGMENTS_DIRECTORY

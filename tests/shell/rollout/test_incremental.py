@@ -20,6 +20,7 @@ from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason a
 from rollsync.pure.rollout.events import GroupsClaimed
 from rollsync.pure.rollout.state import RolloutState
 from rollsync.pure.snapshot.chain import MAX_DIFFERENCES
+from rollsync.shell.cli import main
 from rollsync.shell.files import read_state
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
 from rollsync.shell.rollout.captured import REPLAY_METADATA_FILE
@@ -265,3 +266,26 @@ async def test_a_whole_state_put_in_place_is_saved_whole(tmp_path: Path) -> None
     after = World(tmp_path / "other")
     await after.restore()
     assert after.state == world.state
+
+
+@pytest.mark.asyncio
+async def test_a_bundle_without_the_segments_of_its_run_says_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = world_at(tmp_path / "run")
+    await world.admit(0, 1)
+    state = await save(world)
+    world.die()
+    (bundle,) = (tmp_path / "run" / "bootstrap" / "snapshots").iterdir()
+    (segment,) = (tmp_path / "run" / "segments").iterdir()
+    alone = tmp_path / "copy" / "000001"
+    shutil.copytree(bundle, alone)
+    assert main(["diff", str(bundle), str(alone)]) == 2
+    said = capsys.readouterr().err
+    assert f"needs the segment {tmp_path}/copy/segments/{segment.name}, which is missing" in said
+    assert f"the run's segments/ to {tmp_path}/copy/segments" in said
+    assert main(["verify", str(alone)]) == 2
+    assert "name the run directory" in capsys.readouterr().err
+    shutil.copytree(segment.parent, tmp_path / "copy" / "segments")
+    assert main(["diff", str(bundle), str(alone)]) == 0
+    assert read_state(alone) == state

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from rollsync.pure.snapshot.manifest import MANIFEST_FILE
 from rollsync.shell.config import read_config
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.journal import read_journal
@@ -22,7 +23,7 @@ from rollsync.shell.store import RealFileSystem, RunReport, examine
 
 
 class NoRunDirectory(RollsyncError):
-    """A directory in which no run has saved anything."""
+    """A directory that is not a run's, or in which no run has saved anything."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints a line for each bundle, in the order in which a resume would try them."""
     directory: Path = args.directory
     as_json: bool = args.json
+    if (directory / MANIFEST_FILE).is_file():
+        raise NoRunDirectory(
+            f"{directory} is one bundle of a run, and shares segments with the others there",
+            remedy="name the run directory, which holds segments/ too",
+        )
     report = examine(directory, RealFileSystem())
     report = replace(report, problems=(*report.problems, *_problems_beside(directory)))
     if not (report.has_anchor or report.bundles or report.problems):
