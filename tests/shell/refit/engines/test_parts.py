@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollsync.pure.refit.control import BucketFilled, Piece
+from rollsync.shell.refit.engines import outlets
 from rollsync.shell.refit.engines.mapping import can_mirror, map_file, reserve_file
 from rollsync.shell.refit.engines.packing import StreamError, StreamPacker, StreamUnpacker
 from rollsync.shell.refit.engines.rings import Assembly, Region, RunningChecksum, StreamRing
+from tests.shell.refit.engines.pairs import pair
 
 BUCKETS = 2
 SIZES = st.lists(st.integers(0, 9000), min_size=1, max_size=12)
@@ -163,3 +165,15 @@ def test_a_checksum_is_the_same_however_it_is_taken() -> None:
     for position in (2049, 2300, 4095, 4096):
         sliced.take(position)
     assert whole.hexdigest() == sliced.hexdigest()
+
+
+def test_neither_end_is_stuck_when_more_parts_are_on_their_way_than_sockets_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outlets, "PART_PIECES", 1)
+    weights = {f"layers.{number}.weight": torch.full((8,), number) for number in range(700)}
+    with pair("shm", bucket_bytes=1 << 20) as both:
+        stream = both.stream(weights.items())
+    stream.raise_first()
+    assert stream.received[0].keys() == weights.keys()
+    assert all(torch.equal(stream.received[0][name], each) for name, each in weights.items())

@@ -157,6 +157,15 @@ class ControlChannel:
             self._sort(await self._next())
         return self._others.popleft()
 
+    def take_in(self) -> None:
+        """Keep what has come for `receive`, so that the other end is not stuck with sending it.
+
+        Raises:
+            PeerFailed, PeerLost, PeerRefused: see `receive`.
+        """
+        while (message := self.receive_now()) is not None:
+            self._sort(message)
+
     async def receive_aside(self) -> ControlBody:
         """The next message of the kind that is set aside; it raises what `receive` does."""
         while not self._set_aside:

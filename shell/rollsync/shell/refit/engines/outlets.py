@@ -37,6 +37,8 @@ from rollsync.shell.refit.engines.rings import RunningChecksum, StreamRing
 
 PART_BYTES: Final = 4 * 1024 * 1024
 """How much is announced at a time: little enough to be in a cache, much beside a message's cost."""
+PART_PIECES: Final = 256
+"""How many tensors are announced at a time: both ends work on them longer than on their bytes."""
 PARTS: Final = 4
 """Of how many parts a ring consists at least, so that one is packed while others are loaded."""
 
@@ -156,6 +158,7 @@ class Outlet:
                 if (
                     start + end > self._free_until
                     or self._filled_bytes - self._announced_bytes >= self._part_bytes
+                    or len(self._pieces) >= PART_PIECES
                 ):
                     await self._make_room(start + end)
                     self._enter("packed", name)
@@ -212,6 +215,8 @@ class Outlet:
         self._begin_part(self._filled_bytes)
         self._enter("announced a bucket")
         for index, channel in enumerate(self._channels):
+            # A receiver that cannot send its releases does not take announcements either.
+            channel.take_in()
             message = await channel.send(announcement)
             if index == 0:
                 self._digest.update(message)
