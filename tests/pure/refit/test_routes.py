@@ -9,6 +9,7 @@ import pytest
 from rollsync.pure.refit import (
     PolicyWorker,
     RolloutWorker,
+    Route,
     RoutingTable,
     Sites,
     choose_engine,
@@ -135,5 +136,13 @@ def test_sites_are_given_for_every_worker_or_not_at_all() -> None:
 
 
 def test_the_engine_of_a_route_depends_on_whether_it_leaves_the_host() -> None:
-    assert choose_engine("a", "a") == "shm"
-    assert choose_engine("a", "b") == "nixl"
+    fed = Route(PolicyWorker(0), RolloutWorker(2))
+    inside = choose_engine(fed, "a", "a")
+    assert (inside.route, inside.engine) == (fed, "shm")
+    assert str(inside) == "policy 0 to rollout 2 by shm: both are on host a"
+    relayed = Route(RolloutWorker(1), RolloutWorker(2))
+    between = choose_engine(relayed, "a", "b")
+    assert (between.route, between.engine) == (relayed, "nixl")
+    assert str(between) == (
+        "rollout 1 to rollout 2 by nixl: the sender is on host a, the receiver on b"
+    )

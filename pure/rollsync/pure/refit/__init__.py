@@ -53,6 +53,7 @@ from rollsync.pure.refit.metadata import (
     sort_ranked_metadata,
 )
 from rollsync.pure.refit.routes import (
+    EngineChoice,
     PolicyWorker,
     RolloutWorker,
     Route,
@@ -71,6 +72,7 @@ __all__ = [
     "Chunk",
     "Cursor",
     "DeclaredPlan",
+    "EngineChoice",
     "Placement",
     "PlanDifference",
     "PlanError",

@@ -22,6 +22,8 @@ from rollsync.pure.refit.layout import check_coverage, plan_parts
 from rollsync.pure.refit.parallel import Shards
 from rollsync.pure.refit.routes import (
     PolicyWorker,
+    RolloutWorker,
+    Route,
     RoutingTable,
     Sender,
     Sites,
@@ -200,7 +202,8 @@ def _route(
 
 def _engine(sender: Sender, receiver_rank: int, sites: Sites) -> Engine:
     hosts = sites.policy_hosts if isinstance(sender, PolicyWorker) else sites.rollout_hosts
-    return choose_engine(hosts[sender.rank], sites.rollout_hosts[receiver_rank])
+    route = Route(sender, RolloutWorker(receiver_rank))
+    return choose_engine(route, hosts[sender.rank], sites.rollout_hosts[receiver_rank]).engine
 
 
 def _seconds(

@@ -60,6 +60,19 @@ class Route(Struct, frozen=True):
     receiver: RolloutWorker
 
 
+class EngineChoice(Struct, frozen=True, kw_only=True):
+    """The built-in engine that carries a route, and why it does."""
+
+    route: Route
+    engine: Literal["shm", "nixl"]
+    reason: str
+
+    def __str__(self) -> str:
+        sender, receiver = self.route.sender, self.route.receiver
+        side = "policy" if isinstance(sender, PolicyWorker) else "rollout"
+        return f"{side} {sender.rank} to rollout {receiver.rank} by {self.engine}: {self.reason}"
+
+
 class RoutingTable(Struct, frozen=True, kw_only=True):
     """All routes, the one to rollout rank r at index r."""
 
@@ -124,9 +137,22 @@ def plan_routes(
     )
 
 
-def choose_engine(sender_host: str, receiver_host: str) -> Literal["shm", "nixl"]:
-    """The built-in engine for a route: shared memory inside a host, NIXL between hosts."""
-    return "shm" if sender_host == receiver_host else "nixl"
+def choose_engine(route: Route, sender_host: str, receiver_host: str) -> EngineChoice:
+    """The built-in engine for a route: shared memory inside a host, NIXL between hosts.
+
+    Args:
+        route: Who sends to whom.
+        sender_host: The sender's host. Two workers have the same one exactly if they can share
+            memory: one kernel, and one name space for its sockets.
+        receiver_host: The receiver's.
+    """
+    if sender_host == receiver_host:
+        return EngineChoice(route=route, engine="shm", reason=f"both are on host {sender_host}")
+    return EngineChoice(
+        route=route,
+        engine="nixl",
+        reason=f"the sender is on host {sender_host}, the receiver on {receiver_host}",
+    )
 
 
 def _feeder_of(rollout_rank: int, train_world_size: int, rollout_world_size: int) -> int:

@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"backend {config.checkpoint_engine.backend}, model {config.model.path}")
     for each in check_cluster(config):
         print(
-            f"{each.route}: {each.payload_bytes / 1e6:.2f} MB in {each.seconds * 1e3:.1f} ms, "
-            f"{each.gigabytes_per_s:.3f} GB/s",
+            f"{each.route} by {each.carriers}: {each.payload_bytes / 1e6:.2f} MB "
+            f"in {each.seconds * 1e3:.1f} ms, {each.gigabytes_per_s:.3f} GB/s",
             flush=True,
         )
     return 0

@@ -6,13 +6,14 @@ start may be slow; with others, it is finalized and made anew.
 
 from collections.abc import Mapping, Sequence
 
-from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit import EngineChoice, TensorSpec
 from rollsync.pure.refit.layout import Part
 from rollsync.shell.refit.engines import (
     CheckpointEngine,
     DeclaringEngine,
     create_checkpoint_engine,
 )
+from rollsync.shell.refit.engines.base import RoutingEngine
 from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
@@ -73,6 +74,11 @@ class EngineSlot:
         """Tells such an engine where to."""
         if isinstance(self._engine, DirectEngine):
             self._engine.read_into(destinations)
+
+    @property
+    def choices(self) -> tuple[EngineChoice, ...]:
+        """What carries each of this worker's routes; none if the engine does not choose."""
+        return self._engine.choices if isinstance(self._engine, RoutingEngine) else ()
 
     @property
     def comes_in_parts(self) -> bool:

@@ -15,7 +15,7 @@ from ray import ObjectRef
 class CheckpointEngineConfig(TypedDict):
     """Which checkpoint engine moves the weights, and through how much memory.
 
-    `backend` is a built-in name (`shm`, `nixl`) or `module:ClassName`;
+    `backend` is a built-in name (`shm`, `nixl`, `auto`) or `module:ClassName`;
     `update_weights_bucket_memory_ratio` lies strictly between 0 and 1; `engine_kwargs` maps a
     backend to its options, of which `release_after_refit` is also the synchronizer's.
     """

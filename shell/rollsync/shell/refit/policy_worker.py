@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit import EngineChoice, TensorSpec
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import local_world_size, worker_total_memory_bytes
 from rollsync.shell.refit.refit_sender import RefitSender
@@ -89,9 +89,9 @@ class PolicyRefitMixin:
         metadata: list[object],
         train_world_size: int,
         rollout_world_size: int,
-    ) -> None:
+    ) -> tuple[EngineChoice, ...]:
         sender.declare(declared_specs(self.prepare_refit_info()))
-        sender.init_process_group(
+        return sender.init_process_group(
             metadata=metadata,
             train_world_size=train_world_size,
             rollout_world_size=rollout_world_size,

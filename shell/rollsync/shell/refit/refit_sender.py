@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit import EngineChoice, TensorSpec
 from rollsync.shell.refit.engine_slot import EngineSlot
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.weights import with_version
@@ -38,14 +38,19 @@ class RefitSender:
 
     def init_process_group(
         self, *, metadata: list[object], train_world_size: int, rollout_world_size: int
-    ) -> None:
-        """Connects to the rollout workers; `metadata` is every worker's, policy workers first."""
+    ) -> tuple[EngineChoice, ...]:
+        """Connects to the rollout workers; what carries each route, if the engine chooses.
+
+        Args:
+            metadata: every worker's, policy workers first.
+        """
         self._slot.engine.init_policy_process_group(
             worker_rank=self._rank,
             train_world_size=train_world_size,
             rollout_world_size=rollout_world_size,
             metadata=metadata,
         )
+        return self._slot.choices
 
     def declare(self, specs: Sequence[TensorSpec] | None) -> None:
         """Takes what streams will hold, in their order, for the engine to compare with what the

@@ -5,11 +5,14 @@ sync, and `SyncMetrics` hands it to Ray's metrics, which reach Prometheus withou
 kept here: a worker that is not rollsync's reports nothing, and its sync is summarized all the same.
 """
 
+from collections import Counter as Counted
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 from ray.util.metrics import Counter, Gauge
+
+from rollsync.pure.refit import EngineChoice
 
 Role = Literal["policy", "rollout"]
 
@@ -50,6 +53,7 @@ class SyncReport(msgspec.Struct, frozen=True):
         buckets: the largest number of batches that a rollout worker loaded.
         bucket_bytes: size of one transfer buffer.
         rollout_workers: how many rollout workers reported.
+        choices: what carried each route and why, by rollout rank; none if `backend` carried all.
         total_s: from the start of `sync_weights` to its success, set-up included.
         stage_s: seconds by stage, each the slowest worker's: `set_up` and `transfer` as the
             driver saw them, then `send`, `receive`, `load`, `finish` as the workers did.
@@ -63,6 +67,7 @@ class SyncReport(msgspec.Struct, frozen=True):
     buckets: int
     bucket_bytes: int
     rollout_workers: int
+    choices: tuple[EngineChoice, ...]
     total_s: float
     stage_s: dict[str, float]
 
@@ -70,6 +75,14 @@ class SyncReport(msgspec.Struct, frozen=True):
     def weight_version(self) -> int | None:
         """The trainer version that the engines serve now, None when no worker told."""
         return max(self.weight_versions, default=None)
+
+    @property
+    def carriers(self) -> str:
+        """The engines that carried it, in words, with how many routes each where they differ."""
+        carried = Counted(choice.engine for choice in self.choices)
+        if len(carried) < 2:
+            return next(iter(carried), self.backend)
+        return " and ".join(f"{engine} ({carried[engine]})" for engine in sorted(carried))
 
     @property
     def gigabytes_per_s(self) -> float:
@@ -81,7 +94,7 @@ class SyncReport(msgspec.Struct, frozen=True):
         stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stage_s.items())
         version = "unknown" if self.weight_version is None else self.weight_version
         return (
-            f"weight version {version} through {self.backend}: {self.tensors} tensors, "
+            f"weight version {version} through {self.carriers}: {self.tensors} tensors, "
             f"{self.payload_bytes} bytes in {self.buckets} buckets to {self.rollout_workers} "
             f"rollout workers, {self.gigabytes_per_s:.3f} GB/s ({stages} s)"
         )
@@ -92,6 +105,7 @@ def summarize(
     *,
     backend: str,
     bucket_bytes: int,
+    choices: tuple[EngineChoice, ...],
     total_s: float,
     driver_stage_s: Mapping[str, float],
 ) -> SyncReport:
@@ -112,6 +126,7 @@ def summarize(
         buckets=max((t.batches for t in rollout), default=0),
         bucket_bytes=bucket_bytes,
         rollout_workers=len(rollout),
+        choices=choices,
         total_s=total_s,
         stage_s=stage_s,
     )

@@ -21,6 +21,7 @@ from returns.result import Result
 
 from rollsync.pure.refit import (
     MEBIBYTE,
+    EngineChoice,
     RefitError,
     Topology,
     describe,
@@ -75,6 +76,8 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     _bucket_size_bytes: int | None = None
     _let_go: bool = field(default=False, repr=False, compare=False)
     """Whether a worker gave its half of the connection back because a step had failed on it."""
+    _choices: tuple[EngineChoice, ...] = field(default=(), repr=False, compare=False)
+    """What carries each route, where the backend chooses."""
     _metrics: SyncMetrics = field(default_factory=SyncMetrics, repr=False, compare=False)
     last_failure: StepFailure | None = field(default=None, repr=False, compare=False)
     """How the last step that failed ended on each worker; None when every step went well."""
@@ -128,6 +131,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
                 results,
                 backend=backend,
                 bucket_bytes=self._resolve_bucket_size_bytes(),
+                choices=self._choices,
                 total_s=done_s - started_s,
                 driver_stage_s={"set_up": ready_s - started_s, "transfer": done_s - ready_s},
             )
@@ -238,13 +242,14 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         metadata = list(topology.metadata)
         train_world_size = topology.train_world_size
         rollout_world_size = topology.rollout_world_size
-        self._answers(
-            self._run_policy(
-                "init_checkpoint_engine_process_group",
-                metadata=metadata,
-                train_world_size=train_world_size,
-                rollout_world_size=rollout_world_size,
-            ),
+        policy_refs = self._run_policy(
+            "init_checkpoint_engine_process_group",
+            metadata=metadata,
+            train_world_size=train_world_size,
+            rollout_world_size=rollout_world_size,
+        )
+        connected = self._answers(
+            policy_refs,
             self._generation.worker_group.run_all_workers_multiple_data(
                 self._generation_rpc(),
                 method_args=[
@@ -255,6 +260,9 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
                 common_kwargs={"checkpoint_method": "init_checkpoint_engine_process_group"},
             ),
         )
+        self._choices = _choices(connected[: len(policy_refs)])
+        for choice in self._choices:
+            logger.info("%s", choice)
 
     def _topology(self, policy: list[object], generation: list[object]) -> Topology:
         answered = flatten_metadata(generation)
@@ -371,6 +379,14 @@ def _accepted(result: Result[_T, RefitError]) -> _T:
         error = result.failure()
         raise RefitConfigurationError(describe(error), error=error)
     return result.unwrap()
+
+
+def _choices(connected: Iterable[object]) -> tuple[EngineChoice, ...]:
+    """What carries each route, in the order of the rollout ranks, from the policy workers whose
+    engine chooses."""
+    each = (choice for worker in connected if isinstance(worker, tuple) for choice in worker)
+    choices = (choice for choice in each if isinstance(choice, EngineChoice))
+    return tuple(sorted(choices, key=lambda choice: choice.route.receiver.rank))
 
 
 def _integers(results: Iterable[object]) -> list[int]:

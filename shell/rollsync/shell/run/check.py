@@ -29,6 +29,8 @@ class RouteRate(Struct, frozen=True, kw_only=True):
 
     route: str
     """Who sends to whom, and on which nodes they are."""
+    carriers: str
+    """The checkpoint engine that carries it; with how many routes each, if there are several."""
     payload_bytes: int
     seconds: float
     """Of the transfer, without setting it up."""
@@ -117,6 +119,7 @@ def _route(placement: WorkerPlacement, index: int) -> str:
 def _rate(route: str, report: SyncReport) -> RouteRate:
     return RouteRate(
         route=route,
+        carriers=report.carriers,
         payload_bytes=report.payload_bytes,
         seconds=report.stage_s["transfer"],
         gigabytes_per_s=report.gigabytes_per_s,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from rollsync.shell.refit.engines.conformance import FanOutConformance
+from rollsync.shell.refit.engines.staged import HOST_LABEL
 
 
 class TestShm(FanOutConformance):
@@ -29,3 +30,17 @@ class TestNixl(FanOutConformance):
 class TestNixlOverIpv6(FanOutConformance):
     backend = "nixl"
     engine_kwargs: ClassVar[Mapping[str, object]] = {"bind_address": "::1"}
+
+
+class TestAuto(FanOutConformance):
+    """All on this host, so over shared memory."""
+
+    backend = "auto"
+
+
+class TestAutoBetweenHosts(FanOutConformance):
+    """The first rollout worker is elsewhere, so over NIXL; the second, if there is one, is here:
+    then the same buckets go both ways."""
+
+    backend = "auto"
+    environments: ClassVar[Sequence[Mapping[str, str]]] = ({HOST_LABEL: "elsewhere"},)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit import EngineChoice, TensorSpec
 from rollsync.pure.refit.layout import Part
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -104,3 +104,12 @@ class DeclaringEngine(CheckpointEngine):
     def comes_in_parts(self) -> bool:
         """Whether the stream that is being received carries the parts of this worker's layout,
         each under `part_name`, and no whole declared tensor; known with its first batch."""
+
+
+class RoutingEngine(CheckpointEngine):
+    """An engine that carries each of its routes as it finds best. A plug-in need not be one."""
+
+    @property
+    @abstractmethod
+    def choices(self) -> tuple[EngineChoice, ...]:
+        """What carries each of this worker's routes; none before its process group is set up."""

@@ -15,7 +15,7 @@ the same under `python -O`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Final
 
 from rollsync.shell.refit.engines.base import CheckpointEngine
@@ -41,6 +41,9 @@ class EngineConformance:
     """A built-in name, or `module:ClassName`."""
     engine_kwargs: ClassVar[Mapping[str, object]] = {}
     """The engine's own options."""
+    environments: ClassVar[Sequence[Mapping[str, str]]] = ()
+    """Variables that the first rollout workers have in their environments, where an engine goes by
+    them."""
 
     def test_every_kind_of_tensor_arrives_as_it_is(self) -> None:
         """Strides, dtypes, sizes around a bucket's, no bytes, no dimensions, tied weights."""
@@ -147,7 +150,7 @@ class EngineConformance:
         )
 
     def _rollouts(self, count: int) -> Rollouts:
-        return Rollouts(self.backend, self.engine_kwargs, count)
+        return Rollouts(self.backend, self.engine_kwargs, count, self.environments)
 
     def _expect_everything(self, rollouts: Rollouts) -> None:
         for rank, answer in enumerate(rollouts.answers()):

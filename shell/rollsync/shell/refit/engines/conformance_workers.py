@@ -10,7 +10,7 @@ import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -132,9 +132,16 @@ class Rollouts:
         backend: the engine's name.
         engine_kwargs: its options.
         count: how many rollout workers.
+        environments: variables that the first of them have in their environments.
     """
 
-    def __init__(self, backend: str, engine_kwargs: Mapping[str, object], count: int) -> None:
+    def __init__(
+        self,
+        backend: str,
+        engine_kwargs: Mapping[str, object],
+        count: int,
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         self.loader_fails_at = ""
         self.slow_rank = -1
         self._open_files = 0
@@ -143,10 +150,13 @@ class Rollouts:
         )
         self._pipes: list[Connection] = []
         self.processes = []
-        for _ in range(count):
+        for rank in range(count):
             mine, theirs = _PROCESSES.Pipe()
+            environment = dict(environments[rank]) if rank < len(environments) else {}
             process = _PROCESSES.Process(
-                target=_worker, args=(theirs, backend, dict(engine_kwargs)), daemon=True
+                target=_worker,
+                args=(theirs, backend, dict(engine_kwargs), environment),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -239,7 +249,13 @@ class Rollouts:
         return answer
 
 
-def _worker(pipe: Connection, backend: str, engine_kwargs: Mapping[str, object]) -> None:
+def _worker(
+    pipe: Connection,
+    backend: str,
+    engine_kwargs: Mapping[str, object],
+    environment: Mapping[str, str],
+) -> None:
+    os.environ.update(environment)
     engine = create_checkpoint_engine(
         backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs=engine_kwargs
     )

@@ -9,6 +9,7 @@ from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
 BUILT_IN: Mapping[str, str] = {
+    "auto": "rollsync.shell.refit.engines.auto:AutoCheckpointEngine",
     "nixl": "rollsync.shell.refit.engines.nixl:NixlCheckpointEngine",
     "shm": "rollsync.shell.refit.engines.shm:ShmCheckpointEngine",
 }

@@ -15,8 +15,50 @@ import torch
 from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
-from rollsync.shell.refit.engines.nixl_memory import NixlMedium, RegisteredBuffers
+from rollsync.shell.refit.engines.nixl_memory import NixlMedium, RegisteredBuffers, reserve_region
 from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
+
+
+class NixlEnd:
+    """A worker's agent, started when it is first needed, and its buffers.
+
+    Args:
+        device: the torch device that has the buffers.
+        backend_name: NIXL's transport.
+        backend_init_params: the transport's options; values become strings.
+    """
+
+    def __init__(
+        self, device: str, backend_name: str, backend_init_params: Mapping[str, object] | None
+    ) -> None:
+        self._device = torch.device(device)
+        self._backend_name = backend_name
+        self._backend_params = {
+            name: str(value) for name, value in (backend_init_params or {}).items()
+        }
+        self._agent: NixlAgent | None = None
+
+    def agent(self) -> NixlAgent:
+        """The agent. Its start takes about a second."""
+        if self._agent is None:
+            self._agent = NixlAgent(self._backend_name, self._backend_params)
+        return self._agent
+
+    def memory(self, buffer_bytes: int) -> RegisteredBuffers:
+        """New buffers for a sender."""
+        return self._buffers(buffer_bytes, own=True)
+
+    def medium(self, buffer_bytes: int, timeout_s: float) -> NixlMedium:
+        """New buffers for a receiver, and what reads into them."""
+        return NixlMedium(self.agent(), self._buffers(buffer_bytes, own=False), timeout_s)
+
+    def _buffers(self, buffer_bytes: int, *, own: bool) -> RegisteredBuffers:
+        region = reserve_region(BUFFERS, buffer_bytes, self._device, own=own)
+        return RegisteredBuffers(self.agent(), region)
+
+    def stop(self) -> None:
+        """End the agent; all buffers have been given back."""
+        self._agent = None
 
 
 class NixlCheckpointEngine(StagedEngine):
@@ -53,30 +95,20 @@ class NixlCheckpointEngine(StagedEngine):
     ) -> None:
         del release_after_refit
         super().__init__(bucket_size, refit_timeout_s=refit_timeout_s, checksum=checksum)
-        self._device = torch.device(device)
-        self._backend_name = backend_name
-        self._backend_params = {
-            name: str(value) for name, value in (backend_init_params or {}).items()
-        }
+        self._end = NixlEnd(device, backend_name, backend_init_params)
         self._bind_address = bind_address
-        self._agent: NixlAgent | None = None
         if preinit:
-            self._started_agent()
+            self._end.agent()
 
     def prepare(self) -> dict[str, object]:
         """Start the agent and listen for the sender."""
-        self._started_agent()
+        self._end.agent()
         return super().prepare()
 
     def finalize(self) -> None:
         """Stop listening, give back all buffers, end the agent."""
         super().finalize()
-        self._agent = None
-
-    def _started_agent(self) -> NixlAgent:
-        if self._agent is None:
-            self._agent = NixlAgent(self._backend_name, self._backend_params)
-        return self._agent
+        self._end.stop()
 
     def _listen(self) -> Listener:
         return Listener.on_network(self._bind_address or address_of_this_host())
@@ -85,11 +117,7 @@ class NixlCheckpointEngine(StagedEngine):
         """NIXL reaches every host."""
 
     def _reserve(self) -> SenderMemory:
-        return self._buffers(self._started_agent(), own=True)
+        return self._end.memory(self._bucket_bytes)
 
     def _reader(self) -> ReceiverMedium:
-        agent = self._started_agent()
-        return NixlMedium(agent, self._buffers(agent, own=False), self._timeout_s)
-
-    def _buffers(self, agent: NixlAgent, *, own: bool) -> RegisteredBuffers:
-        return RegisteredBuffers(agent, BUFFERS, self._bucket_bytes, self._device, own=own)
+        return self._end.medium(self._bucket_bytes, self._timeout_s)

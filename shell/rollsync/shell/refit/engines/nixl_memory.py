@@ -41,23 +41,11 @@ class RegisteredBuffers:
 
     Args:
         agent: where to.
-        count: how many.
-        buffer_bytes: size of each.
-        device: the torch device that has them.
-        own: whether another worker reads them, and not this one into them.
+        region: the buffers; this object forgets them when it is released.
     """
 
-    def __init__(
-        self,
-        agent: NixlAgent,
-        count: int,
-        buffer_bytes: int,
-        device: torch.device,
-        *,
-        own: bool,
-    ) -> None:
-        memory = _reserve(count, buffer_bytes, device, own=own)
-        self.region = Region(memory, buffer_bytes, count)
+    def __init__(self, agent: NixlAgent, region: Region) -> None:
+        self.region = region
         self.memory_id = secrets.token_hex(16)
         self._agent = agent
         self._registered: Sequence[Registered] = agent.register(
@@ -96,9 +84,22 @@ class RegisteredBuffers:
         self.region = Region.none()
 
 
+def reserve_region(count: int, buffer_bytes: int, device: torch.device, *, own: bool) -> Region:
+    """New buffers to register.
+
+    On the host, a sender's are in large pages, as a reader of the same host has the kernel look up
+    each, and a receiver's are mirrored, where that is possible.
+
+    Args:
+        count: how many.
+        buffer_bytes: size of each.
+        device: the torch device that has them.
+        own: whether another worker reads them, and not this one into them.
+    """
+    return Region(_reserve(count, buffer_bytes, device, own=own), buffer_bytes, count)
+
+
 def _reserve(count: int, buffer_bytes: int, device: torch.device, *, own: bool) -> torch.Tensor:
-    """Memory for the buffers. On the host, a sender's is in large pages, as a reader of the same
-    host has the kernel look up each, and a receiver's is mirrored, where that is possible."""
     size = count * buffer_bytes
     if device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)

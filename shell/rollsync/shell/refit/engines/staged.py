@@ -21,6 +21,8 @@ from returns.pipeline import is_successful
 
 from rollsync.pure.refit import (
     PolicyWorker,
+    RolloutWorker,
+    Route,
     RoutingTable,
     TensorSpec,
     check_bucket_bytes,
@@ -45,6 +47,8 @@ from rollsync.shell.refit.errors import RefitConfigurationError
 
 BUFFERS: Final = 2
 DEFAULT_TIMEOUT_S: Final = 300.0
+HOST_LABEL: Final = "ROLLSYNC_HOST_LABEL"
+"""Workers in whose environment this differs count as on different hosts."""
 
 
 class StagedEngine(DeclaringEngine, DirectEngine):
@@ -174,8 +178,13 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._rank = worker_rank
         self._train_world_size = train_world_size
         self._rollout_world_size = rollout_world_size
-        fed = _routes(train_world_size, rollout_world_size).receivers_of(PolicyWorker(worker_rank))
-        self._receivers = tuple(_receiver(workers[train_world_size + rank], rank) for rank in fed)
+        me = PolicyWorker(worker_rank)
+        fed = _routes(train_world_size, rollout_world_size).receivers_of(me)
+        routes = [Route(me, RolloutWorker(rank)) for rank in fed]
+        self._take_routes(routes, workers)
+        self._receivers = tuple(
+            _receiver(self._endpoint(workers[train_world_size + rank], rank), rank) for rank in fed
+        )
         self._peers_read_directly = all(worker["direct"] is True for worker in workers)
         if self._receivers and self._memory is None:
             self._memory = self._reserve()
@@ -193,10 +202,11 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._rank = rollout_rank
         self._train_world_size = train_world_size
         self._rollout_world_size = rollout_world_size
+        feeder = _routes(train_world_size, rollout_world_size).sender_to(rollout_rank)
+        self._take_routes([Route(feeder, RolloutWorker(rollout_rank))], workers)
         if self._medium is None:
             self._medium = self._reader()
         self._peers_read_directly = all(worker["direct"] is True for worker in workers)
-        feeder = _routes(train_world_size, rollout_world_size).sender_to(rollout_rank)
         if self._feeder is not None:
             self._feeder.close()
         self._feeder = HeldLifeline(str(workers[feeder.rank]["lifeline"]))
@@ -238,7 +248,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             TransferError: the sender failed, is gone, or did not answer in time.
             StreamError: the stream breaks the packing rules.
         """
-        listener, feeder, medium = self._listener, self._feeder, self._medium
+        listener, feeder, medium = self._entrance(), self._feeder, self._medium
         if listener is None or feeder is None or medium is None:
             raise _not_ready("prepare and init_rollout_process_group")
         return ReceivedBatches(
@@ -284,14 +294,36 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         if self._feeder is not None:
             self._feeder.close()
             self._feeder = None
+        self._release_memory()
+        self._receivers = ()
+        self._destinations = None
+
+    def _release_memory(self) -> None:
+        """Give back all buffers."""
         if self._medium is not None:
             self._medium.release()
             self._medium = None
         if self._memory is not None:
             self._memory.release()
             self._memory = None
-        self._receivers = ()
-        self._destinations = None
+
+    def _take_routes(
+        self, routes: Sequence[Route], workers: Sequence[Mapping[str, object]]
+    ) -> None:
+        """Learn this worker's routes, before anything is reserved for them.
+
+        Args:
+            routes: those to or from this worker.
+            workers: every worker's metadata, policy workers first.
+        """
+
+    def _entrance(self) -> Listener | None:
+        """Where this worker's sender comes in."""
+        return self._listener
+
+    def _endpoint(self, metadata: Mapping[str, object], rank: int) -> Mapping[str, object]:
+        """The address and secret by which this worker reaches a rollout worker."""
+        return metadata
 
     def _checked(
         self, metadata: Sequence[object], train_world_size: int, rollout_world_size: int
@@ -317,10 +349,13 @@ class StagedEngine(DeclaringEngine, DirectEngine):
 
 
 def host_identity() -> str:
-    """What only processes that can share memory have in common."""
+    """What only processes that can share memory have in common: a kernel, and the name space that
+    its sockets are in. `HOST_LABEL` in the environment tells apart what these do not."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
-    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    found = f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    label = os.environ.get(HOST_LABEL)
+    return f"{found}/{label}" if label else found
 
 
 def _routes(train_world_size: int, rollout_world_size: int) -> RoutingTable:

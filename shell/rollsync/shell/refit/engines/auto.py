@@ -1,0 +1,186 @@
+"""The `auto` engine: each route over shared memory where both ends are on one host, else over NIXL.
+
+A policy worker with receivers of both kinds packs each bucket once: into shared memory that is
+registered with NIXL as well, which the ones map and the others read from afar.
+
+Rules kept here: `rollsync.pure.refit.choose_engine` decides, for both ends from the same metadata;
+and NIXL is started only by a worker with a route that needs it.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from rollsync.pure.refit import EngineChoice, PolicyWorker, RolloutWorker, Route, choose_engine
+from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
+from rollsync.shell.refit.engines.base import RoutingEngine
+from rollsync.shell.refit.engines.channel import ControlChannel
+from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
+from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium
+from rollsync.shell.refit.engines.nixl import NixlEnd
+from rollsync.shell.refit.engines.nixl_agent import NixlAgent
+from rollsync.shell.refit.engines.nixl_memory import RegisteredBuffers
+from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
+from rollsync.shell.refit.errors import RefitConfigurationError
+
+
+class AutoCheckpointEngine(StagedEngine, RoutingEngine):
+    """Moves weights over `shm` inside a host and over `nixl` between hosts.
+
+    Args:
+        bucket_size: bytes of one buffer, a multiple of 256.
+        device: the torch device that has the buffers of a worker whose routes are all over NIXL; a
+            sender with a route over shared memory has its buffers on the host.
+        backend_name: NIXL's transport.
+        backend_init_params: the transport's options; values become strings.
+        bind_address: the address of this host at which a receiver listens; by default that by
+            which other hosts reach it.
+        refit_timeout_s: how long one wait for the other end may take.
+        checksum: check every bucket with XXH3.
+        release_after_refit: read by the synchronizer, which then finalizes after each sync.
+    """
+
+    backend: ClassVar[str] = "auto"
+
+    def __init__(
+        self,
+        bucket_size: int,
+        *,
+        device: str = "cpu",
+        backend_name: str = "UCX",
+        backend_init_params: Mapping[str, object] | None = None,
+        bind_address: str | None = None,
+        refit_timeout_s: float = DEFAULT_TIMEOUT_S,
+        checksum: bool = True,
+        release_after_refit: bool = False,
+    ) -> None:
+        if not sys.platform.startswith("linux"):
+            raise RefitConfigurationError(
+                "the auto engine needs Linux (memfd and abstract sockets)",
+                remedy="use the nixl engine on this system",
+            )
+        del release_after_refit
+        super().__init__(bucket_size, refit_timeout_s=refit_timeout_s, checksum=checksum)
+        self._nixl = NixlEnd(device, backend_name, backend_init_params)
+        self._bind_address = bind_address
+        self._on_host: Listener | None = None
+        self._choices: tuple[EngineChoice, ...] = ()
+
+    @property
+    def choices(self) -> tuple[EngineChoice, ...]:
+        """What carries each of this worker's routes; none before its process group is set up."""
+        return self._choices
+
+    def prepare(self) -> dict[str, object]:
+        """Listen for the sender, wherever it is."""
+        if self._on_host is None:
+            self._on_host = Listener.on_this_host()
+        metadata = super().prepare()
+        metadata["on_host"] = {
+            "address": self._on_host.address,
+            "secret": self._on_host.secret.hex(),
+        }
+        return metadata
+
+    def finalize(self) -> None:
+        """Stop listening, give back all buffers, end NIXL's agent."""
+        super().finalize()
+        if self._on_host is not None:
+            self._on_host.close()
+            self._on_host = None
+        self._nixl.stop()
+        self._choices = ()
+
+    def _listen(self) -> Listener:
+        return Listener.on_network(self._bind_address or address_of_this_host())
+
+    def _check_peer(self, index: int, metadata: Mapping[str, object]) -> None:
+        """One of the two ways reaches every host."""
+
+    def _take_routes(
+        self, routes: Sequence[Route], workers: Sequence[Mapping[str, object]]
+    ) -> None:
+        before = self._carriers
+        self._choices = tuple(
+            choose_engine(
+                route,
+                self._host_of(route.sender, workers),
+                self._host_of(route.receiver, workers),
+            )
+            for route in routes
+        )
+        if self._carriers != before:
+            self._release_memory()
+
+    def _host_of(
+        self, worker: PolicyWorker | RolloutWorker, workers: Sequence[Mapping[str, object]]
+    ) -> str:
+        before = 0 if isinstance(worker, PolicyWorker) else self._train_world_size
+        return str(workers[before + worker.rank]["host"])
+
+    @property
+    def _carriers(self) -> set[str]:
+        return {choice.engine for choice in self._choices}
+
+    def _entrance(self) -> Listener | None:
+        return self._listener if self._carriers == {"nixl"} else self._on_host
+
+    def _endpoint(self, metadata: Mapping[str, object], rank: int) -> Mapping[str, object]:
+        (engine,) = (each.engine for each in self._choices if each.route.receiver.rank == rank)
+        on_host = metadata["on_host"]
+        return on_host if engine == "shm" and isinstance(on_host, Mapping) else metadata
+
+    def _reserve(self) -> SenderMemory:
+        if "shm" not in self._carriers:
+            return self._nixl.memory(self._bucket_bytes)
+        # The agent comes first, so that nothing is reserved for one that does not start.
+        agent = self._nixl.agent() if "nixl" in self._carriers else None
+        shared = SharedBuffers.allocate(BUFFERS, self._bucket_bytes)
+        return shared if agent is None else SharedRegisteredBuffers(shared, agent)
+
+    def _reader(self) -> ReceiverMedium:
+        if self._carriers == {"shm"}:
+            return SharedMedium()
+        return self._nixl.medium(self._bucket_bytes, self._timeout_s)
+
+
+class SharedRegisteredBuffers:
+    """Shared buffers that are registered with an agent too.
+
+    Args:
+        shared: the buffers; this object gives them back.
+        agent: where to register them.
+    """
+
+    def __init__(self, shared: SharedBuffers, agent: NixlAgent) -> None:
+        self._shared = shared
+        try:
+            self._registered = RegisteredBuffers(agent, shared.region)
+        except BaseException:
+            shared.release()
+            raise
+        self.region = shared.region
+        self.memory_id = shared.memory_id
+
+    async def hand_over(self, channel: ControlChannel) -> None:
+        """Send the file to a receiver of this host, which came to its local address; tell another
+        one where the buffers are."""
+        is_local = channel.connection.family == socket.AF_UNIX
+        await (self._shared if is_local else self._registered).hand_over(channel)
+
+    async def serve(self) -> None:
+        """Answer the readers from afar whenever this end waits."""
+        await self._registered.serve()
+
+    def progress(self) -> None:
+        """Answer the readers from afar, and let another process have this core."""
+        self._registered.progress()
+
+    def release(self) -> None:
+        """Deregister, then free."""
+        self._registered.release()
+        self._shared.release()
+        self.region = self._shared.region
