@@ -13,6 +13,7 @@ import torch
 
 from rollsync.pure.refit.lifecycle import Poisoned, Serving
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
+from rollsync.shell.refit.engines.staged import HOST_LABEL
 from rollsync.shell.refit.errors import (
     EngineNotServing,
     EngineOutdated,
@@ -22,6 +23,7 @@ from rollsync.shell.refit.errors import (
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
+from tests.shell.refit.conftest import ENVIRONMENT
 from tests.shell.refit.overwriting_engine import OVERWRITING
 from tests.shell.refit.reference import SEED, reference_answer
 from tests.shell.refit.tiny_models import TinyPolicy, save_model
@@ -99,6 +101,29 @@ def test_engines_answer_as_the_policy_would(actors: Actors, tmp_path: Path) -> N
             assert ask(generation, sampling) == reference_answer(saved, PROMPT, sampling, version)
         with pytest.raises(EngineOutdated):
             ask(generation, weight_version=version + 1)
+
+
+def test_engines_of_one_policy_worker_are_fed_as_they_lie(actors: Actors, tmp_path: Path) -> None:
+    """Three engines, of which one is on another host, as far as the engines can tell."""
+    away: Any = (
+        ray.remote(TorchGenerationWorker)
+        .options(num_cpus=0, runtime_env={"env_vars": {**ENVIRONMENT, HOST_LABEL: "elsewhere"}})
+        .remote(save_model(tmp_path / "start"), threads=1)
+    )
+    generation = GenerationGroup([actors.early, away, actors.other])
+    sync = synchronizer(actors.policy, generation, "auto")
+    for _ in range(2):
+        saved = str(tmp_path / "saved")
+        version = ray.get(actors.policy.step.remote(saved))
+        report = sync.sync_weights()
+        assert [choice.engine for choice in report.choices] == ["shm", "nixl", "shm"]
+        assert report.choices[1].reason.endswith("/elsewhere")
+        assert "through nixl (1) and shm (2): " in str(report)
+        assert (report.tensors, report.rollout_workers) == (WEIGHTS, 3)
+        for _ in range(3):
+            assert ask(generation) == reference_answer(saved, PROMPT, GREEDY, version)
+    sync.shutdown()
+    ray.kill(away)
 
 
 def test_an_engine_that_joins_late_serves_after_the_next_sync(
