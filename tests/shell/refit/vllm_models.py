@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,20 +28,39 @@ class VllmModel:
     rank: int
 
 
-def on_ranks(work: Callable[[VllmModel], _T], path: str, *, ranks: int, plain: bool) -> list[_T]:
-    """What `work` answers on each tensor-parallel rank; it has to be a module's function."""
+def on_ranks(
+    work: Callable[[VllmModel], _T],
+    path: str,
+    *,
+    ranks: int,
+    plain: bool,
+    stages: int = 1,
+    whole_experts: bool = False,
+) -> list[_T]:
+    """What `work` answers on each rank of an engine; it has to be a module's function.
+
+    Args:
+        ranks: of the engine: tensor-parallel ranks of every pipeline stage.
+        stages: pipeline stages.
+        whole_experts: deals experts to the tensor-parallel ranks, in the place of slices of them.
+    """
+    run = partial(_run, work, path, ranks, stages, plain, whole_experts)
     context = multiprocessing.get_context("spawn")
     rendezvous = f"file://{path}.rendezvous-{os.urandom(4).hex()}"
     with context.Pool(ranks) as pool:
-        asked = [
-            pool.apply_async(_run, (work, path, rank, ranks, plain, rendezvous))
-            for rank in range(ranks)
-        ]
+        asked = [pool.apply_async(run, (rendezvous, rank)) for rank in range(ranks)]
         return [each.get(START_TIMEOUT_S) for each in asked]
 
 
 def _run(
-    work: Callable[[VllmModel], _T], path: str, rank: int, ranks: int, plain: bool, meet: str
+    work: Callable[[VllmModel], _T],
+    path: str,
+    ranks: int,
+    stages: int,
+    plain: bool,
+    whole_experts: bool,
+    meet: str,
+    rank: int,
 ) -> _T:
     torch.set_num_threads(1)
     os.environ["VLLM_DIST_IDENT"] = meet.rpartition("-")[2]
@@ -62,10 +82,12 @@ def _run(
         enforce_eager=True,
         max_model_len=128,
         skip_tokenizer_init=True,
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=ranks // stages,
+        pipeline_parallel_size=stages,
+        enable_expert_parallel=whole_experts,
         distributed_executor_backend="mp" if ranks > 1 else None,
     ).create_engine_config()
     with set_current_vllm_config(config):
         init_distributed_environment(ranks, rank, meet, rank, "gloo")
-        initialize_model_parallel(ranks, 1)
+        initialize_model_parallel(ranks // stages, stages)
         return work(VllmModel(config, get_model(vllm_config=config), rank))
