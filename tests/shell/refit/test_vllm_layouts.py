@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rollsync.pure.refit.kept import kept_layout
 from rollsync.pure.refit.layout import Box, Part, plan_parts
 from rollsync.pure.refit.parallel import Parallelism, plan_shards
 from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
-from rollsync.shell.refit.weights import checkpoint_weights, declare_weights
+from rollsync.shell.refit.weights import checkpoint_weights, declare_weights, dtype_name
 from tests.shell.refit.vllm_models import VllmModel, on_ranks
 
 SIZES: dict[str, Any] = {
@@ -65,8 +66,26 @@ class Case:
         )
         return Qwen2MoeForCausalLM(config)
 
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As published: transformers joins the experts of a layer, a checkpoint has each alone."""
+        for name, tensor in checkpoint_weights(self.model()):
+            layer, joined, projection = name.partition(".experts.")
+            if not joined:
+                yield name, tensor
+                continue
+            for expert, one in enumerate(tensor):
+                gates = one.chunk(2) if projection == "gate_up_proj" else (one,)
+                names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+                for own, part in zip(names, gates, strict=True):
+                    yield f"{layer}.experts.{expert}.{own}.weight", part.contiguous()
+
     def specs(self) -> list[TensorSpec]:
-        return list(declare_weights(self.model()).values())
+        if not self.experts:
+            return list(declare_weights(self.model()).values())
+        return [
+            TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            for name, tensor in self.weights()
+        ]
 
 
 def parallel(ranks: int, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Parallelism:
@@ -97,7 +116,7 @@ def read_parts(model: VllmModel) -> tuple[Part, ...]:
     recorder = LoadRecorder(serving_tensors(model.module))
     update = VllmModelUpdate(model.config, model.config.model_config, model.module, recorder)
     update.start()
-    update.load(list(checkpoint_weights(case.model())))
+    update.load(list(case.weights()))
     update.finish()
     tensors = {name: tensor for name, (_, tensor) in serving_tensors(model.module).items()}
     return kept_layout(case.specs(), recorder.plan(tensors.get))
