@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from ray.cluster_utils import Cluster
 
 from rollsync.pure.config import (
+    CheckpointEngineConfig,
     ClusterConfig,
     MasterConfig,
     TransferQueuePlaneConfig,
@@ -19,6 +20,7 @@ from rollsync.pure.config import (
 )
 from rollsync.shell.cli import main
 from rollsync.shell.cluster import ClusterError, cluster_nodes
+from rollsync.shell.refit.engines.staged import HOST_LABEL
 from rollsync.shell.run.placement import connected, placed_workers
 from tests.shell.run.commands import kill_when, run
 from tests.shell.run.runs import (
@@ -38,13 +40,13 @@ pytestmark = pytest.mark.filterwarnings("default")
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A head without CPUs, where the controller is, a node for the policy, one for rows and two
-    for engines. All are on this machine."""
+    for engines. All are on this machine; the second engine's node is told that it is elsewhere."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     cluster.add_node(num_cpus=1, resources={"trainers": 1})
     cluster.add_node(num_cpus=3, resources={"rows": 1})
-    for _ in range(2):
-        cluster.add_node(num_cpus=1, resources={"engines": 1})
+    for labels in ({}, {HOST_LABEL: "elsewhere"}):
+        cluster.add_node(num_cpus=1, resources={"engines": 1}, env_vars=labels)
     cluster.wait_for_nodes()
     yield cluster.address
     cluster.shutdown()
@@ -118,13 +120,22 @@ def test_what_another_job_holds_is_named_at_the_deadline(tmp_path: Path, address
 def test_a_cluster_is_checked_with_made_up_weights(
     tmp_path: Path, model_path: Path, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = on_cluster(small_config(tmp_path / "run", model_path), address)
+    """One engine is on the policy worker's host, the other elsewhere."""
+    config = replace(
+        on_cluster(small_config(tmp_path / "run", model_path), address),
+        checkpoint_engine=CheckpointEngineConfig(backend="auto"),
+    )
     assert main(["check-cluster", write_file(config)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    routes = [line for line in lines if "GB/s" in line]
+    routes = [line for line in capsys.readouterr().out.splitlines() if "GB/s" in line]
     assert len(routes) == 3, "one for each engine, one for both"
     assert "to generation engine 1" in routes[1]
-    assert routes[2].startswith("all routes together")
+    assert sorted(
+        way for line in routes[:2] for way in ("shm", "nixl") if f"by {way}:" in line
+    ) == [
+        "nixl",
+        "shm",
+    ]
+    assert routes[2].startswith("all routes together by nixl (1) and shm (1):")
     assert not Path(config.run.directory).exists()
 
 
@@ -133,10 +144,12 @@ def test_a_cluster_is_checked_with_made_up_weights(
 def test_a_run_over_several_nodes_is_killed_and_resumed(
     tmp_path: Path, model_path: Path, address: str
 ) -> None:
-    """The controller, the policy, the rows and each engine are on nodes of their own."""
+    """The controller, the policy, the rows and each engine are on nodes of their own, and the
+    weights go to one engine over shared memory, to the other over NIXL."""
     config = replace(
         on_cluster(small_config(tmp_path / "run", model_path), address),
         data_plane=TransferQueuePlaneConfig(node_resource="rows"),
+        checkpoint_engine=CheckpointEngineConfig(backend="auto"),
     )
     kill_when(config, saved_between_two_steps)
     code, said = run(config)
