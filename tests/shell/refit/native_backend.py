@@ -1,6 +1,9 @@
 """vLLM's own weight transfer with rollsync as its backend: an engine's actor and a trainer's."""
 
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from rollsync.shell.refit.generation import Completion
 from tests.shell.refit.tiny_models import TinyPolicy
@@ -61,11 +64,22 @@ class NativeTrainer(TinyPolicy):
         from rollsync.shell.refit.vllm_plugin import register
         from rollsync.shell.refit.vllm_transfer_trainer import RollsyncTrainerInitInfo
 
+        trainer = self
+
+        class Source(ModuleSource):
+            """Breaks where the trainer says."""
+
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                for sent, item in enumerate(super().__iter__()):
+                    if sent == trainer.fail_after:
+                        raise ArithmeticError(f"the iterator broke at {item[0]}")
+                    yield item
+
         register()
         self._transfer: Any = WeightTransferTrainerFactory.trainer_init(
             RollsyncTrainerInitInfo(rank=0, **backend_options),
             client=RayVLLMWeightSyncClient(engine),
-            source=ModuleSource(self.model),
+            source=Source(self.model),
         )
 
     def send(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ray
 
+from rollsync.shell.refit.errors import EngineNotServing
 from tests.shell.refit.native_backend import NativeTrainer, NativeVllm
 from tests.shell.refit.tiny_models import save_model
 from tests.shell.refit.vllm_engines import (
@@ -37,4 +38,36 @@ def test_start_update_and_finish_move_the_weights(tmp_path: Path) -> None:
     assert ray.get(engine.get_weight_version.remote()) == str(version)
     answer = ray.get(engine.answer.remote(version))
     assert answer == answer_of_a_fresh_engine(saved, version)
+    ray.kill(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("cluster")
+def test_an_update_that_breaks_in_the_middle_is_made_good_or_ends_the_engine(
+    tmp_path: Path,
+) -> None:
+    # In one process, vLLM lets its caller see what a worker raises.
+    engine = vllm_actor(
+        NativeVllm, save_model(tmp_path / "start"), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    )
+    trainer: Any = ray.remote(NativeTrainer).options(num_cpus=0).remote()
+    # One bucket holds half of the weights.
+    options = {"engine": "shm", "bucket_size_bytes": MEBIBYTE // 8, "rollout_world_size": 1}
+    ray.get(trainer.connect.remote(engine, options))
+    ray.get(trainer.send.remote())
+    ray.get(trainer.break_after.remote(20))
+    saved, version = saved_step(trainer, tmp_path)
+    with pytest.raises(ArithmeticError):
+        ray.get(trainer.send.remote())
+    assert ray.get(engine.get_weight_version.remote()) == "0"
+    ray.get(trainer.break_after.remote(None))
+    ray.get(trainer.send.remote())
+    answer = ray.get(engine.answer.remote(version))
+    assert answer == answer_of_a_fresh_engine(saved, version)
+    ray.get(trainer.break_after.remote(20))
+    with pytest.raises(ArithmeticError):
+        ray.get(trainer.send.remote())
+    with pytest.raises(EngineNotServing, match="mixture"):
+        ray.get(engine.answer.remote(version))
     ray.kill(engine)

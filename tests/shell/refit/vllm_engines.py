@@ -1,5 +1,6 @@
 """Real vLLM engines on the processor, in Ray actors, for models that start in seconds."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ OPTIONS = {
 }
 
 
-def vllm_actor(worker: type, model: str, **options: Any) -> Any:
-    """An actor with an engine."""
-    environment = {**ENVIRONMENT, **CPU_ENVIRONMENT}
+def vllm_actor(
+    worker: type, model: str, *, env: Mapping[str, str] | None = None, **options: Any
+) -> Any:
+    """An actor with an engine, and with further environment variables."""
+    environment = {**ENVIRONMENT, **CPU_ENVIRONMENT, **(env or {})}
     made: Any = ray.remote(worker).options(num_cpus=0, runtime_env={"env_vars": environment})
     return made.remote(model, {**OPTIONS, **options})
 

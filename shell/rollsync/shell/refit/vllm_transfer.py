@@ -2,12 +2,13 @@
 
 For users who drive vLLM's `init_weight_transfer_engine`, `start_weight_update`, `update_weights`
 and `finish_weight_update`. These calls have no place for a refusal to generate: after a failed
-`update_weights` the weights are a mixture, vLLM's weight version stays the old one, and the log
-says so; whoever drives them must not generate until a whole update has succeeded. (rollsync's own
-generation workers refuse by themselves.)
+`update_weights` the weights are a mixture, and vLLM's weight version stays the old one. A whole
+update makes that good. A request that comes before it is refused by the model, which ends the
+engine; rollsync's own generation workers refuse by themselves, and their engine lives.
 
 Rules kept here: one `update_weights` receives one whole stream; what an update left unfinished is
-closed before the next one starts.
+closed before the next one starts; and from the start of an update to its success the model answers
+no request.
 """
 
 import logging
@@ -26,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.rendezvous import Rendezvous
+from rollsync.shell.refit.vllm_gate import ModelGate
 from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
         check_vllm_version()
         super().__init__(config, vllm_config, device, model)
         self._update: VllmModelUpdate | None = None
+        self._gate = ModelGate(model)
         self._receiver = RefitReceiver(
             local_rank=torch.distributed.get_rank(),
             engine_world_size=torch.distributed.get_world_size(),
@@ -111,6 +114,7 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
         """Opens the update of the model."""
         if self._update is not None:
             self._update.abort()
+        self._gate.close("a weight update has begun and is not finished")
         self._update = VllmModelUpdate(self.vllm_config, self.model_config, self.model)
         self._update.start()
 
@@ -122,8 +126,8 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
         """
         try:
             self._receiver.update()
-        except BaseException:
-            logger.error("this worker's weights are a mixture until a whole update succeeds")
+        except BaseException as error:
+            self._refuse(error)
             raise
 
     def finish_weight_update(self) -> None:
@@ -132,7 +136,9 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
             raise RefitError("no weight update was started")
         try:
             self._update.finish()
-        except BaseException:
+            self._gate.open()
+        except BaseException as error:
+            self._refuse(error)
             self._update.abort()
             raise
         finally:
@@ -141,6 +147,10 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
     def shutdown(self) -> None:
         """Gives back what the checkpoint engine reserved."""
         self._receiver.finalize()
+
+    def _refuse(self, error: BaseException) -> None:
+        logger.error("this worker's weights are a mixture until a whole update succeeds")
+        self._gate.close(f"its weights are a mixture, as the last update failed: {error}")
 
     def _opened(self) -> "_OpenUpdate":
         if self._update is None:
