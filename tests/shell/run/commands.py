@@ -18,23 +18,32 @@ from tests.shell.run.runs import ROOT, write_file
 _PATIENCE_S = 240
 
 
-def start(config: MasterConfig, *options: str) -> subprocess.Popen[str]:
-    """Start the command; its process leads a group."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "rollsync.shell.cli", "run", write_file(config), *options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
-    )
+def start(config: MasterConfig, *options: str) -> subprocess.Popen[bytes]:
+    """Start the command. What it says goes to a file: a pipe that nobody empties would halt it."""
+    with _said_file(config).open("w") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rollsync.shell.cli", "run", write_file(config), *options],
+            cwd=ROOT,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+        )
+
+
+def said_by(config: MasterConfig) -> str:
+    """All that the newest command of this run has said so far."""
+    return _said_file(config).read_text()
+
+
+def _said_file(config: MasterConfig) -> Path:
+    return Path(f"{config.run.directory}.said")
 
 
 def run(config: MasterConfig, *options: str) -> tuple[int, str]:
     """Run the command to its end; its exit code and all that it said."""
     with start(config, *options) as process:
-        said, _ = process.communicate(timeout=_PATIENCE_S)
-    return process.returncode, said
+        process.wait(timeout=_PATIENCE_S)
+    return process.returncode, said_by(config)
 
 
 def kill_when(
@@ -47,9 +56,7 @@ def kill_when(
         while not (journal.exists() and seen(list(read_journal(journal)))):
             if process.poll() is not None or time.monotonic() > until_s:
                 process.kill()
-                said, _ = process.communicate()
-                raise AssertionError(f"the run has not come so far: {said[-3000:]}")
+                raise AssertionError(f"the run has not come so far: {said_by(config)[-3000:]}")
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
-        process.communicate()
     assert process.returncode == -signal.SIGKILL

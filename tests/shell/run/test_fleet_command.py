@@ -15,7 +15,7 @@ from rollsync.pure.config import MasterConfig
 from rollsync.pure.refit.fleet.state import FleetSettings
 from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained, read_journal
 from rollsync.shell.run.saved import JOURNAL
-from tests.shell.run.commands import start
+from tests.shell.run.commands import said_by, start
 from tests.shell.run.fleet_runs import endless_config, engine_changes
 from tests.shell.run.runs import closed_account, entries_of
 
@@ -28,6 +28,7 @@ class Watched:
     """A run in a process of its own, and what its journal says."""
 
     def __init__(self, config: MasterConfig) -> None:
+        self._config = config
         self._journal = Path(config.run.directory) / JOURNAL
         self.process = start(config)
 
@@ -40,7 +41,7 @@ class Watched:
                 return entries
             if self.process.poll() is not None or time.monotonic() > until_s:
                 self.process.kill()
-                raise AssertionError(self.process.communicate()[0][-3000:])
+                raise AssertionError(said_by(self._config)[-3000:])
             time.sleep(0.1)
 
     def wait_healthy(self, engine: str) -> int:
@@ -58,8 +59,7 @@ class Watched:
 
     def end(self) -> tuple[int, str]:
         """The exit code and what the command said."""
-        said, _ = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, said
+        return self.process.wait(timeout=PATIENCE_S), said_by(self._config)
 
 
 def steps_of(entries: list[JournalEntry]) -> int:
