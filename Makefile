@@ -17,14 +17,14 @@ export DO_NOT_TRACK := 1
 export VLLM_NO_USAGE_STATS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help setup demo test check lint types imports test-slow test-all bench clean
+.PHONY: help setup demo test check lint types imports test-slow test-soak test-all bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      set up, then run the main job: train, get killed, resume, account for it"
 	@echo "make test      set up, then the tests"
 	@echo "make check     format, lint, types, import rules, tests"
-	@echo "make test-all  all tests, slow ones too"
+	@echo "make test-all  all tests: slow ones, and those that kill at random for long, too"
 	@echo "make bench     measure against the goals; writes benchmarks/results/*.json"
 	@echo "make clean     remove the environment and all caches"
 
@@ -39,8 +39,11 @@ test: $(VENV)/.ready
 test-slow: $(VENV)/.ready
 	$(PY) -m pytest -m slow $(ARGS)
 
+test-soak: $(VENV)/.ready
+	$(PY) -m pytest -m soak $(ARGS)
+
 test-all: $(VENV)/.ready
-	$(PY) -m pytest -m "slow or not slow" $(ARGS)
+	$(PY) -m pytest -m "slow or soak or not slow" $(ARGS)
 
 check: lint types imports test
 

@@ -30,7 +30,7 @@ STEPS = 300
 MOST_STARTS = 12
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "sampler", [InOrderSampler(), WindowedSampler()], ids=lambda each: type(each).__name__
