@@ -30,7 +30,7 @@ CPUS = 4
 
 @pytest.fixture(scope="class")
 def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
