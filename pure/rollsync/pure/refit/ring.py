@@ -47,10 +47,14 @@ class Ring(Struct, frozen=True, kw_only=True):
         """The byte of the memory at which a position lies."""
         return position % self.ring_bytes
 
+    def free_until(self, released: int) -> int:
+        """Before which position may be filled when what lies before `released` is released."""
+        return released + self.ring_bytes
+
     def may_fill(self, position: int, released: int) -> bool:
         """Whether what lies before `position` may be filled when what lies before `released` is
         released."""
-        return position <= released + self.ring_bytes
+        return position <= self.free_until(released)
 
     def holds(self, position: int, size: int) -> bool:
         """Whether a tensor of `size` bytes from `position` on can be seen in one piece once all of

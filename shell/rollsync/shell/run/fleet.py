@@ -86,7 +86,6 @@ class EngineFleet:
         self.changes = ChangeSignal()
         self._start = start
         self._notice = notice
-        self._settings = settings
         self._listeners: list[Callable[[], None]] = []
         self._told: dict[str, EnginePhase] = {}
         self._probes: dict[str, EngineProbe] = {}
@@ -199,7 +198,7 @@ class EngineFleet:
 
     async def _watch(self, name: str) -> None:
         """Wait for an engine's start, then ask again and again whether it is there."""
-        settings, actor = self._settings, self.actors[name]
+        settings, actor = self.state.settings, self.actors[name]
         try:
             async with asyncio.timeout(settings.join_timeout_s):
                 self._probes[name] = await call_remote(actor, "start")
@@ -218,7 +217,7 @@ class EngineFleet:
     async def probe(self, name: str) -> ProbeMissed | ActorDied | None:
         """Ask an engine whether it is there; what to make of it, None when it is."""
         try:
-            async with asyncio.timeout(self._settings.probe_timeout_s):
+            async with asyncio.timeout(self.state.settings.probe_timeout_s):
                 probe: EngineProbe = await call_remote(self.actors[name], "probe")
         except TimeoutError:
             return ProbeMissed(name)
@@ -252,7 +251,7 @@ class EngineFleet:
     ) -> list[Completion] | None:
         """Have one engine sample; None when it did not take the request."""
         try:
-            async with asyncio.timeout(self._settings.request_timeout_s):
+            async with asyncio.timeout(self.state.settings.request_timeout_s):
                 completions: list[Completion] = await call_remote(
                     self.actors[engine],
                     "generate",
@@ -270,7 +269,7 @@ class EngineFleet:
                 self.apply(RequestRefused(engine, reason_of(error)))
             return None
         except TimeoutError:
-            why = f"no completion within {self._settings.request_timeout_s:g} s"
+            why = f"no completion within {self.state.settings.request_timeout_s:g} s"
             self.apply(RequestFailed(engine, why))
             raise GenerationFailed(f"{engine}: {why}") from None
         except (RefitError, RayError) as error:

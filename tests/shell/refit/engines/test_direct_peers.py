@@ -72,6 +72,16 @@ def test_a_killed_receiver_is_noticed_and_a_new_one_reads_everything(
     fresh.close()
 
 
+def check_a_new_sender_is_read_from(engine: CheckpointEngine) -> None:
+    engine.finalize()
+    fresh = peer(engine, "policy")
+    parameters = read_samples_into(engine)
+    assert sorted(asyncio.run(receive_all(engine))) == BATCHED
+    assert is_read(parameters)
+    fresh.wait_until_done()
+    fresh.close()
+
+
 @pytest.mark.parametrize("moment", DIRECT_SENDER)
 def test_a_killed_sender_is_noticed_and_a_new_one_is_read_from(
     engine: CheckpointEngine, moment: str
@@ -82,13 +92,7 @@ def test_a_killed_sender_is_noticed_and_a_new_one_is_read_from(
         asyncio.run(receive_all(engine))
     killed.wait_until_killed()
     killed.close()
-    engine.finalize()
-    fresh = peer(engine, "policy")
-    parameters = read_samples_into(engine)
-    assert sorted(asyncio.run(receive_all(engine))) == BATCHED
-    assert is_read(parameters)
-    fresh.wait_until_done()
-    fresh.close()
+    check_a_new_sender_is_read_from(engine)
 
 
 class Liar:
@@ -144,13 +148,7 @@ def test_an_offer_that_was_not_agreed_on_is_refused(
     sender.process.join(30)
     assert sender.process.exitcode == 1
     sender.close()
-    engine.finalize()
-    fresh = peer(engine, "policy")
-    parameters = read_samples_into(engine)
-    assert sorted(asyncio.run(receive_all(engine))) == BATCHED
-    assert is_read(parameters)
-    fresh.wait_until_done()
-    fresh.close()
+    check_a_new_sender_is_read_from(engine)
 
 
 def hide_memory() -> None:

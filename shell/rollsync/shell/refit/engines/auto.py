@@ -10,7 +10,6 @@ and NIXL is started only by a worker with a route that needs it.
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -19,12 +18,11 @@ from rollsync.shell.refit.engines.addresses import Listener, address_of_this_hos
 from rollsync.shell.refit.engines.base import RoutingEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
-from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium
+from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium, check_shared_memory
 from rollsync.shell.refit.engines.nixl import NixlEnd
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
 from rollsync.shell.refit.engines.nixl_memory import RegisteredBuffers
 from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
-from rollsync.shell.refit.errors import RefitConfigurationError
 
 
 class AutoCheckpointEngine(StagedEngine, RoutingEngine):
@@ -57,11 +55,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         checksum: bool = True,
         release_after_refit: bool = False,
     ) -> None:
-        if not sys.platform.startswith("linux"):
-            raise RefitConfigurationError(
-                "the auto engine needs Linux (memfd and abstract sockets)",
-                remedy="use the nixl engine on this system",
-            )
+        check_shared_memory(self.backend)
         del release_after_refit
         super().__init__(bucket_size, refit_timeout_s=refit_timeout_s, checksum=checksum)
         self._nixl = NixlEnd(device, backend_name, backend_init_params)

@@ -10,6 +10,7 @@ import asyncio
 import os
 import secrets
 import socket
+import sys
 
 import psutil
 
@@ -18,7 +19,7 @@ from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused
 from rollsync.shell.refit.engines.mapping import map_file, reserve_file
 from rollsync.shell.refit.engines.rings import Assembly, Region
-from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.errors import RefitConfigurationError, RefitError
 
 HAND_OVER_TIMEOUT_S = 5.0
 """How long a sender that was welcomed may take to hand its buffers over."""
@@ -28,6 +29,16 @@ _REMEDY = "lower update_weights_bucket_memory_ratio, or free memory"
 
 class BufferAllocationError(RefitError):
     """A transfer buffer could not be reserved; none stays reserved."""
+
+
+def check_shared_memory(backend: str) -> None:
+    """Raise `RefitConfigurationError` where this system has no memory to share, as that engine
+    does."""
+    if not sys.platform.startswith("linux"):
+        raise RefitConfigurationError(
+            f"the {backend} engine needs Linux (memfd and abstract sockets)",
+            remedy="use the nixl engine on this system",
+        )
 
 
 class SharedBuffers:

@@ -81,7 +81,7 @@ class Outlet:
         self._digest = xxhash.xxh3_128()
         self._bucket = 0
         # All of the ring is free.
-        self._free_until = self._ring.ring.ring_bytes
+        self._free_until = self._ring.ring.free_until(0)
         # Of the bucket that is being filled: up to where it is, and up to where it is announced.
         self._filled_bytes = 0
         self._announced_bytes = self._hashed_bytes = 0
@@ -249,7 +249,7 @@ class Outlet:
                 if not self._released[index] <= released <= filled:
                     raise channel.unexpected(body)
                 self._released[index] = released
-        self._free_until = min(self._released) + ring.ring_bytes
+        self._free_until = ring.free_until(min(self._released))
 
     def _enter(self, stage: str, tensor: str = "") -> None:
         for channel in self._channels:

@@ -9,14 +9,13 @@ leaves nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import ClassVar
 
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.direct import DirectMemory
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
-from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium
+from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium, check_shared_memory
 from rollsync.shell.refit.engines.process_memory import OtherMemory, OwnMemory
 from rollsync.shell.refit.engines.staged import (
     BUFFERS,
@@ -51,11 +50,7 @@ class ShmCheckpointEngine(StagedEngine):
         direct: bool = False,
         release_after_refit: bool = False,
     ) -> None:
-        if not sys.platform.startswith("linux"):
-            raise RefitConfigurationError(
-                "the shm engine needs Linux (memfd and abstract sockets)",
-                remedy="use the nixl engine on this system",
-            )
+        check_shared_memory(self.backend)
         del release_after_refit
         super().__init__(
             bucket_size,
