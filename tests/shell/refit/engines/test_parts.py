@@ -65,16 +65,17 @@ class Stream:
                     yield from self._hand_over(bucket, end)
                     bucket, end = part.bucket, 0
                     self._announced = (bucket, 0)
-                for index, cut in enumerate(part.slices(self.ring)):
+                copy, begin = part.copy_to(self.ring), 0
+                for cut in copy.ends:
                     stop = part.piece.offset + cut
                     position = self.ring.ring.position(bucket, stop)
                     if self._is_cut() or not self.ring.ring.may_fill(position, self._released):
                         yield from self._hand_over(bucket, end)
                     assert self.ring.ring.may_fill(position, self._released)
-                    if not index:
+                    if not begin:
                         self._pieces.append(part.piece)
-                    part.copy_into(self.ring, cut)
-                    end = stop
+                    copy.to(begin, cut)
+                    begin, end = cut, stop
         yield from self._hand_over(bucket, end)
         self.unpacker.check_complete()
 

@@ -153,8 +153,9 @@ class Outlet:
                 await self._announce()
                 self._begin_bucket(part.bucket)
             start = part.bucket * self._share.bucket_bytes + piece.offset
-            slices = part.slices(self._ring)
-            for index, end in enumerate(slices):
+            copy = part.copy_to(self._ring)
+            begin = 0
+            for end in copy.ends:
                 if (
                     start + end > self._free_until
                     or self._filled_bytes - self._announced_bytes >= self._part_bytes
@@ -162,9 +163,10 @@ class Outlet:
                 ):
                     await self._make_room(start + end)
                     self._enter("packed", name)
-                if not index:
+                if not begin:
                     self._pieces.append(piece)
-                part.copy_into(self._ring, end)
+                copy.to(begin, end)
+                begin = end
                 self._filled_bytes = piece.offset + end
                 if self._filled_bytes - self._hashed_bytes >= SLICE_BYTES:
                     self._hash()

@@ -53,6 +53,51 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+class SlicedCopy:
+    """A large chunk that is copied in slices, so that each is hashed while it is in the cache.
+
+    Args:
+        source: `(n,)` bytes: the chunk's.
+        target: `(n,)` bytes: its place.
+    """
+
+    __slots__ = ("_source", "_target", "ends")
+
+    def __init__(self, source: memoryview, target: memoryview) -> None:
+        self._source = source
+        self._target = target
+        size = len(source)
+        self.ends: Sequence[int] = (*range(SLICE_BYTES, size, SLICE_BYTES), size)
+        """Where in the chunk the slices end."""
+
+    def to(self, begin: int, end: int) -> None:
+        """Copy the slice from `begin` to `end`."""
+        self._target[begin:end] = self._source[begin:end]
+
+
+class WholeCopy:
+    """A chunk that is copied at once.
+
+    Args:
+        source: what is copied.
+        target: its place, of the same type and shape.
+        size: bytes of it.
+    """
+
+    __slots__ = ("_source", "_target", "ends")
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, size: int) -> None:
+        self._source = source
+        self._target = target
+        self.ends: Sequence[int] = (size,)
+        """Where in the chunk its only slice ends."""
+
+    def to(self, begin: int, end: int) -> None:
+        """Copy all of it, which is from `begin` to `end`."""
+        if begin < end:
+            self._target.copy_(self._source)
+
+
 class Part(NamedTuple):
     """One chunk of one tensor, to be copied to its place."""
 
@@ -60,42 +105,23 @@ class Part(NamedTuple):
     piece: Piece
     tensor: torch.Tensor
 
-    def slices(self, ring: StreamRing) -> Sequence[int]:
-        """Where the slices end in which the chunk is copied: one where it is small, or where its
-        bytes do not lie in order in the host's memory."""
-        size = self.piece.chunk_bytes
-        if size <= SLICE_BYTES or not self._is_flat(ring):
-            return (size,)
-        return (*range(SLICE_BYTES, size, SLICE_BYTES), size)
-
-    def copy_into(self, ring: StreamRing, end: int) -> None:
-        """Copy the slice that ends there to its place."""
+    def copy_to(self, ring: StreamRing) -> SlicedCopy | WholeCopy:
+        """How the chunk gets to its place in `ring`: in slices if it is large and its bytes lie in
+        order in the host's memory, on both sides."""
         piece, tensor = self.piece, self.tensor
-        size = piece.chunk_bytes
+        size, first = piece.chunk_bytes, piece.chunk_offset
         start = ring.ring.position(self.bucket, piece.offset)
-        if size > SLICE_BYTES and self._is_flat(ring):
-            begin = (end - 1) // SLICE_BYTES * SLICE_BYTES
-            source: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
-            first = piece.chunk_offset
-            ring.host_bytes(start + begin, end - begin)[:] = source[first + begin : first + end]
-        elif not piece.chunk_offset and size == tensor.nbytes:
-            if size:
-                ring.tensor(tensor.dtype, tensor.shape, start, size).copy_(tensor)
-        else:
-            flat = tensor.contiguous().view(-1).view(torch.uint8)
-            begin = piece.chunk_offset
-            ring.bytes(start, size).copy_(flat[begin : begin + size])
+        if size > SLICE_BYTES and ring.device.type == "cpu" and _lies_in_order(tensor):
+            flat: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+            return SlicedCopy(flat[first : first + size], ring.host_bytes(start, size))
+        if size == tensor.nbytes:
+            return WholeCopy(tensor, ring.tensor(tensor.dtype, tensor.shape, start, size), size)
+        chunk = tensor.contiguous().view(-1).view(torch.uint8)[first : first + size]
+        return WholeCopy(chunk, ring.bytes(start, size), size)
 
-    def _is_flat(self, ring: StreamRing) -> bool:
-        """Whether the tensor's bytes lie in order in the host's memory, and go there."""
-        tensor = self.tensor
-        return (
-            tensor.is_cpu
-            and ring.device.type == "cpu"
-            and tensor.is_contiguous()
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        )
+
+def _lies_in_order(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class StreamPacker:
@@ -312,7 +338,7 @@ class _Unfinished:
             # The tensor before this one may have been there until now.
             assembly.reserve(self.size, ring.device)
         if begin < end:
-            assembly.put(begin - self.start, ring.bytes(begin, end - begin))
+            assembly.put(begin - self.start, ring, begin, end - begin)
             self._absorbed = end
 
     def tensor(self, ring: StreamRing, assembly: Assembly) -> torch.Tensor:

@@ -85,7 +85,7 @@ class StreamRing:
         end = len(region.memory) if mirrored else first_byte + own
         memory = region.memory[first_byte:end]
         self._typed = TypedBuffer(memory)
-        self._host: memoryview | None = memory.numpy().data if memory.is_cpu else None
+        self._host = _host_view(memory)
 
     def place(self, position: int) -> int:
         """The byte of the buffers at which a position lies."""
@@ -122,6 +122,7 @@ class Assembly:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         """Where the tensor is, from its first byte on."""
+        self._host: memoryview | None = None
 
     def reserve(self, size: int, device: torch.device) -> None:
         """Begin a tensor of `size` bytes; the one before is gone."""
@@ -129,18 +130,24 @@ class Assembly:
             # The old memory goes first, so that both are never there at once.
             self.release()
             self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+            self._host = _host_view(self.memory)
 
-    def put(self, start: int, source: torch.Tensor) -> None:
-        """Copy the bytes of the tensor from `start` on."""
-        target = self.memory[start : start + len(source)]
-        if target.is_cpu:
-            target.numpy().data[:] = source.numpy().data
+    def put(self, start: int, ring: StreamRing, position: int, size: int) -> None:
+        """Copy `size` bytes that lie at `position` to where the tensor's from `start` on are."""
+        if self._host is not None:
+            self._host[start : start + size] = ring.host_bytes(position, size)
         else:
-            target.copy_(source)
+            self.memory[start : start + size].copy_(ring.bytes(position, size))
 
     def release(self) -> None:
         """Give the memory back."""
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self._host = None
+
+
+def _host_view(memory: torch.Tensor) -> memoryview | None:
+    """Its bytes where they are in the host's memory."""
+    return memory.numpy().data if memory.is_cpu else None
 
 
 class RunningChecksum:
