@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from rollsync.pure.config import (
 from rollsync.pure.placement import (
     ClusterNode,
     WorkerNeed,
+    cpus_missing_for_queue,
     describe_needs,
     describe_nodes,
     local_cpus,
@@ -137,6 +139,39 @@ def test_a_queue_needs_a_cpu_for_each_unit_where_it_is_dealt() -> None:
     )
     objects = TransferQueuePlaneConfig(storage="ray", storage_units=9)
     assert missing_for_queue(objects, [node("a", 1)]) == ()
+
+
+@pytest.mark.parametrize(
+    ("free_now", "missing"),
+    [
+        pytest.param([0, 0], 0, id="all five are taken, by the queue"),
+        pytest.param([2, 1], 0, id="two are taken, and what it waits for is free"),
+        pytest.param([5, 0], 0, id="none is taken yet, and five are free"),
+    ],
+)
+def test_cpus_that_a_queue_has_or_could_have_are_not_missing(
+    free_now: list[float], missing: float
+) -> None:
+    assert _missing_of_five([5, 0], free_now) == missing
+
+
+@pytest.mark.parametrize(
+    ("free_before", "free_now", "missing"),
+    [([4, 0], [0, 0], 1), ([2, 2], [1, 0], 1), ([1, 0], [1, 0], 4), ([0, 0], [3, 0], 2)],
+)
+def test_cpus_that_a_queue_waits_for_and_nobody_gives_back_are_missing(
+    free_before: list[float], free_now: list[float], missing: float
+) -> None:
+    assert _missing_of_five(free_before, free_now) == missing
+
+
+def _missing_of_five(free_before: list[float], free_now: list[float]) -> float:
+    """Of the five CPUs that four units and a controller reserve."""
+    before, now = (
+        [node(name, 8, free) for name, free in zip("ab", frees, strict=True)]
+        for frees in (free_before, free_now)
+    )
+    return cpus_missing_for_queue(TransferQueuePlaneConfig(storage_units=4), before, now)
 
 
 def test_workers_share_the_memory_of_their_host() -> None:

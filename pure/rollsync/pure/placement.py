@@ -120,6 +120,20 @@ def missing_for_queue(
     return tuple(why)
 
 
+def cpus_missing_for_queue(
+    plane: TransferQueuePlaneConfig, before: Sequence[ClusterNode], now: Sequence[ClusterNode]
+) -> float:
+    """CPUs that TransferQueue's actors still wait for and the cluster does not have free.
+
+    What was free `before` their start and is not `now` is taken for theirs.
+    """
+    free_before, free_now = (
+        _sums(node.available for node in nodes).get(CPU, 0.0) for nodes in (before, now)
+    )
+    waited_for = queue_cpus(plane) - max(0.0, free_before - free_now)
+    return max(0.0, waited_for - free_now)
+
+
 def workers_by_host(placed_on: Sequence[str], nodes: Sequence[ClusterNode]) -> tuple[int, ...]:
     """For each worker, how many workers its host has, itself included: they share its memory.
 

@@ -11,6 +11,7 @@ import pytest
 from rollsync.pure.config import CheckpointingConfig
 from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason as Reason
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
+from rollsync.shell.rollout.errors import DataPlaneLost
 from rollsync.shell.rollout.snapshot_pump import RolloutSaveError, SnapshotPump
 from tests.shell.rollout.world import PARTITION, World
 
@@ -99,6 +100,16 @@ async def test_an_invariant_error_stops_the_run_at_once(tmp_path: Path) -> None:
     with pytest.raises(RolloutSaveError, match="failed for good") as caught:
         await pump(world, FAST).run(asyncio.Event())
     assert caught.value.result.reason is Reason.INVARIANT_ERROR
+    assert world.archive.calls.count("begin") == 1
+
+
+@pytest.mark.asyncio
+async def test_rows_that_are_lost_stop_the_run_at_once_and_by_name(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    world.archive.failing = {"begin": DataPlaneLost("a storage unit died")}
+    with pytest.raises(DataPlaneLost, match="a storage unit died"):
+        await pump(world, FAST).run(asyncio.Event())
     assert world.archive.calls.count("begin") == 1
 
 

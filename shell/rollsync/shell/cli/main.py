@@ -1,7 +1,7 @@
 """Parses the command line, runs one subcommand, and turns expected errors into exit codes.
 
 Exit codes: 0 done, 1 the command's answer is "no", 2 the user can put it right, 3 a run lost its
-trainer or its engines and can be started again as it is, 130 interrupted.
+trainer, engines or data plane and can be started again as it is, 130 interrupted.
 """
 
 import argparse

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.generation import Completion, SamplingSettings
@@ -163,3 +164,8 @@ def call_remote(
     """Calls an actor's method by its name."""
     ref: ObjectRef[Any] = getattr(actor, method_name).remote(*args, **kwargs)
     return ref
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether an actor's process is gone for good."""
+    return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)

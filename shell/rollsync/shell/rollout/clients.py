@@ -8,22 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo import StepMetrics, TrainingRow
+from rollsync.shell.rollout.errors import WorkersLost
 
 
 class GenerationFailed(RollsyncError):
     """An engine did not complete a request, or died of it: another attempt may succeed."""
-
-
-class WorkersLost(RollsyncError):
-    """Workers that the run cannot do without are gone: it stops, and can be started again."""
-
-    exit_code: ClassVar[int] = 3
 
 
 class EnginesLost(WorkersLost):

@@ -5,6 +5,8 @@ Rule kept here: an exception that stems from an error value of pure or codecs ca
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rollsync.pure.rollout.errors import TransitionError, why
 from rollsync.pure.rollout.events import RolloutEvent
 from rollsync.shell.errors import RollsyncError
@@ -25,3 +27,13 @@ class RolloutTransitionError(RollsyncError):
 
 class DataPlaneError(RollsyncError):
     """The data plane does not hold what it was asked for, or was given what it may not take."""
+
+
+class WorkersLost(RollsyncError):
+    """Processes that the run cannot do without are gone: it stops, and can be started again."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class DataPlaneLost(DataPlaneError, WorkersLost):
+    """Processes that held rows are gone, and the rows with them."""

@@ -18,6 +18,7 @@ from rollsync.pure.rollout.checkpointing import (
     RolloutCheckpointSaveResult,
 )
 from rollsync.shell.errors import RollsyncError
+from rollsync.shell.rollout.errors import WorkersLost
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 
 RETRY_S = 0.05
@@ -86,6 +87,7 @@ class SnapshotPump:
 
         Raises:
             RolloutSaveError: an invariant error, or too many failures in a row.
+            WorkersLost: what was to be saved is gone.
         """
         tried_s = self._now_s()
         while not stop.is_set():
@@ -123,6 +125,8 @@ class SnapshotPump:
                 self._failures = 0
             return
         cause = self._snapshotter.last_error
+        if isinstance(cause, WorkersLost):
+            raise cause
         if result.reason is RolloutCheckpointAttemptReason.INVARIANT_ERROR:
             raise unsavable(result, cause)
         self._failures += 1

@@ -23,13 +23,8 @@ from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo import StepMetrics, TrainingRow
 from rollsync.shell.journal import Journal, StepClaimed, StepTrained, WeightsSynced
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
-from rollsync.shell.rollout.clients import (
-    EnginesLost,
-    FleetWatch,
-    TrainerClient,
-    TrainerLost,
-    WeightSync,
-)
+from rollsync.shell.rollout.clients import EnginesLost, FleetWatch, TrainerClient, WeightSync
+from rollsync.shell.rollout.errors import WorkersLost
 from rollsync.shell.rollout.parts import RolloutParts
 from rollsync.shell.rollout.rollout_pump import RolloutPump
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
@@ -249,7 +244,7 @@ class TrainPump:
 
     def _require(self, result: RolloutCheckpointSaveResult) -> None:
         if not result.saved:
-            if isinstance(self._snapshotter.last_error, TrainerLost):
+            if isinstance(self._snapshotter.last_error, WorkersLost):
                 raise self._snapshotter.last_error
             raise CheckpointFailed(
                 f"the checkpoint failed ({result.reason}): {self._snapshotter.last_error}",

@@ -16,7 +16,7 @@ from typing import Self
 import ray
 from msgspec import Struct
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 from returns.pipeline import is_successful
 
 from rollsync.pure.refit.fleet.decisions import awaits_sync, may_serve, replacements_wanted
@@ -43,7 +43,7 @@ from rollsync.pure.refit.fleet.transitions import apply_to_fleet
 from rollsync.pure.refit.lifecycle import Closed
 from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated, RefitError
 from rollsync.shell.refit.generation import Completion, EngineProbe, SamplingSettings
-from rollsync.shell.refit.worker_group import Actor, call_remote
+from rollsync.shell.refit.worker_group import Actor, call_remote, is_death
 from rollsync.shell.rollout.clients import EnginesLost, GenerationFailed
 from rollsync.shell.rollout.waiting import ChangeSignal
 
@@ -289,11 +289,6 @@ def engines_lost(lost: FleetLost) -> EnginesLost:
         f" {max(1, lost.min_healthy)} (generation.fleet.min_healthy): {causes}",
         remedy="see Ray's logs of the engines; the same command goes on from the last save",
     )
-
-
-def is_death(error: Exception) -> bool:
-    """Whether an actor's process is gone for good."""
-    return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
 
 
 def reason_of(error: Exception) -> str:

@@ -34,9 +34,9 @@ from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.report import SyncReport, WorkerTransfer
 from rollsync.shell.refit.step_failure import is_echo
-from rollsync.shell.refit.worker_group import GenerationGroup
+from rollsync.shell.refit.worker_group import GenerationGroup, is_death
 from rollsync.shell.rollout.clients import SyncFigures, TrainerClient
-from rollsync.shell.run.fleet import EngineFleet, engines_lost, is_death, reason_of
+from rollsync.shell.run.fleet import EngineFleet, engines_lost, reason_of
 
 ALL_DIED: Final = "every engine that took part died at its end"
 Retried = Callable[[int, str], None]

@@ -26,5 +26,5 @@ def running_plane(config: DataPlaneConfig) -> Iterator[DataPlane]:
     from rollsync.shell.rollout.data_plane.queue_service import running_queue
     from rollsync.shell.rollout.data_plane.transfer_queue import TransferQueueDataPlane
 
-    with running_queue(config):
-        yield TransferQueueDataPlane(deadline_s=config.deadline_s)
+    with running_queue(config) as actors:
+        yield TransferQueueDataPlane(deadline_s=config.deadline_s, gone=actors.gone)

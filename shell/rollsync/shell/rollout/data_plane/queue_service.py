@@ -1,35 +1,70 @@
-"""Starts a TransferQueue for one run and ends it with the run.
+"""Starts a TransferQueue for one run, says which of its actors are gone, and ends it with the run.
 
 TransferQueue has one name per Ray cluster: whoever comes second is attached to the first one's
-queue, and loses it when the first one ends. And its start waits without end for the CPUs of its
-actors. Rules kept here: a run has a queue that it made itself; what would make the start hang is
-looked for before it, and the start has a deadline all the same.
+queue, and loses it when the first one ends. Its start waits without end for the CPUs of its actors,
+and its answers for an actor that has died. Rules kept here: a run has a queue that it made itself;
+what would make the start hang is looked for before it, and the start has a deadline all the same.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import ray
 import transfer_queue
 from omegaconf import OmegaConf
+from ray.exceptions import RayError
 
 from rollsync.pure.config import TransferQueuePlaneConfig
-from rollsync.pure.placement import CPU, describe_nodes, missing_for_queue, queue_cpus
+from rollsync.pure.placement import (
+    CPU,
+    ClusterNode,
+    cpus_missing_for_queue,
+    describe_nodes,
+    missing_for_queue,
+    queue_cpus,
+)
 from rollsync.shell.cluster import cluster_nodes
+from rollsync.shell.refit.worker_group import Actor, call_remote, is_death
 from rollsync.shell.rollout.errors import DataPlaneError
 
 _NAMESPACE = "transfer_queue"
-_ACTORS = ("TransferQueueController", "RayObjectRefStorage")
+_CONTROLLER = "TransferQueueController"
+_OBJECT_STORAGE = "RayObjectRefStorage"
+_ACTORS = (_CONTROLLER, _OBJECT_STORAGE)
 """Names that TransferQueue gives to actors, one each per cluster."""
 _LOOK_AGAIN_S = 0.2
+_ANSWER_S = 2.0
+"""An actor that takes longer is busy, and not known to be gone."""
+
+
+class QueueActors:
+    """The actors of a queue that runs, by name."""
+
+    def __init__(self, actors: Mapping[str, Actor]) -> None:
+        self._actors = actors
+
+    async def gone(self) -> tuple[str, ...]:
+        """Those whose processes have ended; with them what they held."""
+        found = await asyncio.gather(*(_is_gone(actor) for actor in self._actors.values()))
+        return tuple(name for name, gone in zip(self._actors, found, strict=True) if gone)
+
+
+async def _is_gone(actor: Actor) -> bool:
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            await call_remote(actor, "__ray_ready__")
+    except (TimeoutError, RayError) as error:
+        return is_death(error)
+    return False
 
 
 @contextmanager
-def running_queue(config: TransferQueuePlaneConfig) -> Iterator[None]:
+def running_queue(config: TransferQueuePlaneConfig) -> Iterator[QueueActors]:
     """A TransferQueue of this process's own, on the Ray cluster that it is connected to.
 
     Raises:
@@ -40,24 +75,33 @@ def running_queue(config: TransferQueuePlaneConfig) -> Iterator[None]:
     _wait_for_the_cpus(config)
     try:
         _start(config)
-        yield
+        yield QueueActors(_actors_of(config))
     finally:
         transfer_queue.close()
         _end_object_storage()
 
 
+def _actors_of(config: TransferQueuePlaneConfig) -> dict[str, Actor]:
+    if config.storage == "ray":
+        names = {_CONTROLLER: _NAMESPACE, _OBJECT_STORAGE: _NAMESPACE}
+    else:
+        # Storage units have no namespace of their own: they are in this job's.
+        job = ray.get_runtime_context().namespace
+        units = {f"TransferQueueStorageUnit#{unit}": job for unit in range(config.storage_units)}
+        names = {_CONTROLLER: _NAMESPACE, **units}
+    return {name: ray.get_actor(name, namespace=namespace) for name, namespace in names.items()}
+
+
 def _wait_for_the_name(deadline_s: float) -> None:
     """Actors of a run that was killed go when Ray has noticed; those of another run stay."""
-    until_s = time.monotonic() + deadline_s
-    while there := [name for name in _ACTORS if _exists(name)]:
-        if time.monotonic() >= until_s:
-            raise DataPlaneError(
-                f"this Ray cluster already has a TransferQueue ({', '.join(there)}), and can have "
-                f"only one; it is still there after {deadline_s:g} s",
-                remedy="end the run that it belongs to, use another cluster, or set "
-                "data_plane.backend to in_process",
-            )
-        time.sleep(_LOOK_AGAIN_S)
+    there = _in_the_way(lambda: [name for name in _ACTORS if _exists(name)], deadline_s)
+    if there:
+        raise DataPlaneError(
+            f"this Ray cluster already has a TransferQueue ({', '.join(there)}), and can have "
+            f"only one; it is still there after {deadline_s:g} s",
+            remedy="end the run that it belongs to, use another cluster, or set "
+            "data_plane.backend to in_process",
+        )
 
 
 def _exists(name: str) -> bool:
@@ -69,20 +113,27 @@ def _exists(name: str) -> bool:
 
 
 def _wait_for_the_cpus(config: TransferQueuePlaneConfig) -> None:
-    until_s = time.monotonic() + config.deadline_s
-    while why := missing_for_queue(config, nodes := cluster_nodes()):
-        if time.monotonic() >= until_s:
-            raise DataPlaneError(
-                f"TransferQueue needs {queue_cpus(config)} free CPUs and would wait for them "
-                f"without end: {'; '.join(why)}; the cluster has {describe_nodes(nodes, (CPU,))}",
-                remedy="give the cluster more CPUs (they are counted, not used), or lower "
-                "data_plane.storage_units",
-            )
+    why = _in_the_way(lambda: missing_for_queue(config, cluster_nodes()), config.deadline_s)
+    if why:
+        raise DataPlaneError(
+            f"TransferQueue needs {queue_cpus(config)} free CPUs and would wait for them "
+            f"without end: {'; '.join(why)}; the cluster has {_cpus_of(cluster_nodes())}",
+            remedy="give the cluster more CPUs (they are counted, not used), or lower "
+            "data_plane.storage_units",
+        )
+
+
+def _in_the_way(look: Callable[[], Sequence[str]], deadline_s: float) -> Sequence[str]:
+    """Waits until `look` finds nothing, or for `deadline_s`; what it found last."""
+    until_s = time.monotonic() + deadline_s
+    while (found := look()) and time.monotonic() < until_s:
         time.sleep(_LOOK_AGAIN_S)
+    return found
 
 
 def _start(config: TransferQueuePlaneConfig) -> None:
     """Its start takes no deadline, so it gets a thread that is left behind if need be."""
+    before = cluster_nodes()
     failed: list[BaseException] = []
 
     def start() -> None:
@@ -95,17 +146,36 @@ def _start(config: TransferQueuePlaneConfig) -> None:
     thread.start()
     thread.join(config.deadline_s)
     if thread.is_alive():
-        raise DataPlaneError(
-            f"TransferQueue has not started within {config.deadline_s:g} s; the cluster has "
-            f"{describe_nodes(cluster_nodes(), (CPU,))}",
-            remedy="give it nodes whose CPUs nobody else takes meanwhile, or a longer "
-            "data_plane.deadline_s",
-        )
+        raise _too_late(config, before, cluster_nodes())
     if failed:
         raise DataPlaneError(
             f"TransferQueue has not started: {type(failed[0]).__name__}: {failed[0]}",
             remedy="see Ray's logs of its controller and its storage units",
         ) from failed[0]
+
+
+def _too_late(
+    config: TransferQueuePlaneConfig, before: Sequence[ClusterNode], now: Sequence[ClusterNode]
+) -> DataPlaneError:
+    """What to say of a start that took too long: it lacked CPUs, or only time."""
+    late = f"TransferQueue has not started within {config.deadline_s:g} s"
+    missing = cpus_missing_for_queue(config, before, now)
+    if missing > 0:
+        return DataPlaneError(
+            f"{late}: it waits for {missing:g} of its {queue_cpus(config)} CPUs; the cluster has "
+            f"{_cpus_of(now)}",
+            remedy="give it nodes whose CPUs nobody else takes meanwhile",
+        )
+    return DataPlaneError(
+        f"{late}, and has the {queue_cpus(config)} CPUs that it reserves: its processes are slow "
+        "to start, as on a machine that has much else to do",
+        remedy="set a longer data_plane.deadline_s; if that does not help, see Ray's logs of its "
+        "controller and its storage units",
+    )
+
+
+def _cpus_of(nodes: Sequence[ClusterNode]) -> str:
+    return describe_nodes(nodes, (CPU,))
 
 
 def _settings(config: TransferQueuePlaneConfig) -> dict[str, object]:
@@ -121,6 +191,6 @@ def _settings(config: TransferQueuePlaneConfig) -> dict[str, object]:
 def _end_object_storage() -> None:
     """TransferQueue leaves this one behind."""
     try:
-        ray.kill(ray.get_actor("RayObjectRefStorage", namespace=_NAMESPACE))
+        ray.kill(ray.get_actor(_OBJECT_STORAGE, namespace=_NAMESPACE))
     except ValueError:
         return

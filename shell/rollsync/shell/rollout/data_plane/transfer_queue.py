@@ -12,13 +12,15 @@ Rules kept here:
    that came after the pin are not held up.
 3. Every answer has a deadline. After one that was missed it is not known what the queue holds; then
    the stamps tell what became of a row, and a resume starts from what was saved.
+4. TransferQueue itself waits on for an actor that has died. While an answer is waited for, it is
+   asked whether the actors are there; when one is not, the rows are lost, and that is the error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import torch
@@ -35,12 +37,18 @@ from rollsync.shell.rollout.data_plane.stamped_rows import (
     stamp_of,
 )
 from rollsync.shell.rollout.data_plane.write_log import PinnedLog, WriteLog
-from rollsync.shell.rollout.errors import DataPlaneError
+from rollsync.shell.rollout.errors import DataPlaneError, DataPlaneLost
 
 _FIELD = "rollsync_row"
 _STAMP_TAG = "rollsync_stamp"
 """A tag that every row has: it names the row's write, and TransferQueue lists a key by its tags."""
 _DEADLINE_S = 60.0
+_LOOK_S = 1.0
+"""An answer that takes longer makes one ask whether the actors are there."""
+
+
+async def _nothing() -> tuple[str, ...]:
+    return ()
 
 
 class _Known(Struct, frozen=True):
@@ -57,10 +65,17 @@ class TransferQueueDataPlane:
 
     Args:
         deadline_s: longest wait for one answer of the queue.
+        gone: the queue's actors that are gone, by name.
     """
 
-    def __init__(self, *, deadline_s: float = _DEADLINE_S) -> None:
+    def __init__(
+        self,
+        *,
+        deadline_s: float = _DEADLINE_S,
+        gone: Callable[[], Awaitable[tuple[str, ...]]] = _nothing,
+    ) -> None:
         self._deadline_s = deadline_s
+        self._gone = gone
         self._stamps = RowStamps()
         self._known: dict[str, HashTrieMap[str, _Known]] = {}
         self._logs: dict[str, WriteLog] = {}
@@ -197,20 +212,42 @@ class TransferQueueDataPlane:
         """TransferQueue raises whatever its sockets and actors raise, or waits; here it is one
         family of errors."""
         try:
-            async with asyncio.timeout(self._deadline_s):
-                yield
+            async with asyncio.timeout(self._deadline_s) as deadline:
+                looking = asyncio.create_task(self._end_when_lost(deadline))
+                try:
+                    yield
+                finally:
+                    looking.cancel()
         except TimeoutError as error:
+            await self._raise_if_lost(partition_id, error)
             raise DataPlaneError(
                 f"partition {partition_id}: TransferQueue has not answered within "
                 f"{self._deadline_s:g} s",
-                remedy="see Ray's logs of its controller and storage units; one may have died. "
-                "The run can be resumed",
+                remedy="see Ray's logs of its controller and storage units, or set a longer "
+                "data_plane.deadline_s. The run can be resumed",
             ) from error
         except Exception as error:
+            await self._raise_if_lost(partition_id, error)
             raise DataPlaneError(
                 f"partition {partition_id}: TransferQueue failed: {type(error).__name__}: {error}",
                 remedy="see Ray's logs of its controller and storage units; the run can be resumed",
             ) from error
+
+    async def _end_when_lost(self, deadline: asyncio.Timeout) -> None:
+        """Have `deadline` end now when there is nobody left to answer."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if await self._gone() and not deadline.expired():
+                deadline.reschedule(asyncio.get_running_loop().time())
+
+    async def _raise_if_lost(self, partition_id: str, cause: Exception) -> None:
+        gone = await self._gone()
+        if gone:
+            raise DataPlaneLost(
+                f"partition {partition_id}: {_some(gone)} of TransferQueue died, and the rows that "
+                "were there are lost",
+                remedy="see Ray's logs of it; the same command goes on from the last save",
+            ) from cause
 
     def _log(self, partition_id: str) -> WriteLog:
         return self._logs.setdefault(partition_id, WriteLog())
