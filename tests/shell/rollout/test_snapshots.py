@@ -20,6 +20,7 @@ from rollsync.pure.rollout.events import (
     OptimizerCommitOpened,
 )
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
+from rollsync.shell.rollout.data_plane import InProcessDataPlane, PinnedRows
 from rollsync.shell.rollout.errors import DataPlaneError
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 from tests.pure.rollout.events_kit import train
@@ -334,6 +335,39 @@ async def test_a_trainer_checkpoint_is_one_directory_and_becomes_the_anchor(
     assert restored is not None
     assert after.state.progress.train_steps == 1
     assert set(after.state.replay) == {"e0p1", "e0p2"}
+
+
+class _Remembering(InProcessDataPlane):
+    """Remembers its pins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pins: list[PinnedRows] = []
+
+    def pin(self, partition_id: str) -> PinnedRows:
+        self.pins.append(super().pin(partition_id))
+        return self.pins[-1]
+
+
+@pytest.mark.asyncio
+async def test_rows_are_held_until_they_are_in_segments_and_not_for_the_trainers_files(
+    tmp_path: Path,
+) -> None:
+    """A queue that has no copies lets nobody clear a pinned row, so the run waits for the save."""
+    plane = _Remembering()
+    world = World(tmp_path, plane=plane)
+    await world.ready(0)
+
+    async def write(directory: Path) -> None:
+        (pinned,) = plane.pins
+        with pytest.raises(DataPlaneError, match="the pin is released"):
+            await pinned.get(["e0p0/0"])
+        await world.plane.clear(PARTITION, ["e0p0/0"])
+
+    assert (await world.snapshotter.save_trainer_checkpoint(write)).saved
+    after = World(tmp_path)
+    await after.restore()
+    assert_same_rows(await after.rows(), {key: row_of(key) for key in ("e0p0/0", "e0p0/1")})
 
 
 @pytest.mark.asyncio

@@ -43,12 +43,24 @@ _ROWS_PER_READ = 256
 _SEGMENT_BYTES = 64 * 1024 * 1024
 
 
+class _WrittenRows(Struct, frozen=True, kw_only=True):
+    """The needed rows, all in segments."""
+
+    rows: RowSegments
+    new_bytes: int
+    """Of the segments that were not there before."""
+    took_s: float
+
+
 class PreparedBundle(Struct, frozen=True, kw_only=True):
-    """What a bundle will hold."""
+    """What a bundle will hold: its rows are durable, and the pin is not needed any more."""
 
     kind: CheckpointKind
     kept: Kept
     cut: Cut
+    rows: _WrittenRows
+    writes: int
+    """To the pinned partition, as `PinnedRows.writes` says."""
 
 
 class WrittenBundle(Struct, frozen=True, kw_only=True):
@@ -72,15 +84,6 @@ class _Link(Struct, frozen=True, kw_only=True):
     newest: NewestPart
 
 
-class _WrittenRows(Struct, frozen=True, kw_only=True):
-    """The needed rows, all in segments."""
-
-    rows: RowSegments
-    new_bytes: int
-    """Of the segments that were not there before."""
-    took_s: float
-
-
 class BundleWriter:
     """Writes bundles of one run and shares segments between them."""
 
@@ -96,23 +99,26 @@ class BundleWriter:
         self._before = None
 
     async def prepare(self, cut: Cut, pinned: PinnedRows, kind: CheckpointKind) -> PreparedBundle:
-        """Decide what is kept of the cut, and check that the rows are there.
+        """Decide what is kept of the cut, check that the rows are there, and make them durable.
+
+        All that needs the pin: where a row that is pinned cannot be cleared, somebody may wait.
 
         Raises:
             RolloutInvariantError: the state must not be saved.
             FinalizationPending: it may not be saved now.
+            OSError, DataPlaneError: rows were not saved.
         """
         kept = await settled(
             asyncio.to_thread(
                 keep, cut, pinned, kind, before=self._before, saved_rows=self._rows.rows
             )
         )
-        return PreparedBundle(kind=kind, kept=kept, cut=cut)
+        rows = await self._write_rows(kept, pinned)
+        return PreparedBundle(kind=kind, kept=kept, cut=cut, rows=rows, writes=pinned.writes)
 
     async def write(
         self,
         prepared: PreparedBundle,
-        pinned: PinnedRows,
         draft: BundleDraft,
         *,
         run: SavingRun,
@@ -125,24 +131,20 @@ class BundleWriter:
                 meanwhile.
 
         Raises:
-            OSError, DataPlaneError: nothing was published.
+            OSError: nothing was published.
         """
         before, self._before = self._before, None  # After a save that fails, all is written anew.
         chain = () if before is None else before.chain
-        rows = await self._write_rows(prepared.kept, pinned)
-        writes = pinned.writes
 
         async def publish() -> None:
-            newest, written = await asyncio.to_thread(
-                self._publish, prepared, rows, chain, draft, run
-            )
+            newest, written = await asyncio.to_thread(self._publish, prepared, chain, draft, run)
             # Only now: of segments that no bundle lists, retention may remove any.
-            self._rows = rows.rows
+            self._rows = prepared.rows.rows
             self._before = LastSave(
                 state=prepared.kept.state,
                 chain=newest,
                 replay_row_count=prepared.kept.replay_row_count,
-                writes=writes,
+                writes=prepared.writes,
                 restores=prepared.cut.touched.restores,
             )
             published(written)
@@ -152,14 +154,13 @@ class BundleWriter:
     def _publish(
         self,
         prepared: PreparedBundle,
-        rows: _WrittenRows,
         chain: tuple[SnapshotSegment, ...],
         draft: BundleDraft,
         run: SavingRun,
     ) -> tuple[tuple[SnapshotSegment, ...], WrittenBundle]:
         """Write what is left and give the draft its name. The state's chain then, of which `chain`
         was before. Blocks."""
-        kept = prepared.kept
+        kept, rows = prepared.kept, prepared.rows
         link = self._write_link(kept, chain, prepared.kind)
         captured = captured_state(
             kept.state,

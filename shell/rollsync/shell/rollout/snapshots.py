@@ -217,6 +217,7 @@ class RolloutSnapshotter(_UsesRolloutParts):
         self, attempt: _Attempt, cut: Cut, pinned: PinnedRows, draft: BundleDraft
     ) -> None:
         prepared = await self._writer.prepare(cut, pinned, attempt.kind)
+        pinned.release()
         if attempt.write_trainer_files is not None:
             await attempt.write_trainer_files(draft.path)
             if not _same_weights(self._cell.state, cut.state):
@@ -232,7 +233,6 @@ class RolloutSnapshotter(_UsesRolloutParts):
 
         await self._writer.write(
             prepared,
-            pinned,
             draft,
             run=SavingRun(
                 partition_id=self._partition_id,

@@ -106,5 +106,9 @@ class DataPlane(Protocol):
         ...
 
     def pin(self, partition_id: str) -> PinnedRows:
-        """Hold the partition's rows as they are now. Not a coroutine: nothing can run between."""
+        """Hold the partition's rows as they are now. Not a coroutine: nothing can run between.
+
+        Writes to these rows may have to wait for the release, so a save holds them only until they
+        are in segments, and not for the trainer's files or the publication.
+        """
         ...
