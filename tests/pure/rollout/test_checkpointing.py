@@ -15,14 +15,12 @@ def test_a_trace_keeps_events_in_order_and_prints_them() -> None:
     published = RolloutTraceEvent(
         kind=RolloutTraceKind.PUBLISHED, subject="000004", detail="12 files", elapsed_s=1.5
     )
-    empty = RolloutTrace()
-    trace = empty.with_event(cut).with_event(published)
-    assert trace.events == (cut, published)
+    trace = RolloutTrace(events=(cut, published))
     assert trace.lines() == (
         "    0.250 s  cut_taken            step 3",
         "    1.500 s  published            000004: 12 files",
     )
-    assert empty.events == ()
+    assert RolloutTrace().lines() == ()
 
 
 def test_a_resume_source_describes_a_fresh_run_by_default() -> None:

@@ -239,11 +239,11 @@ def test_each_kind_of_plan_is_put_into_words() -> None:
         ReadyRegenerated(group_id="g"): (
             "g: generated again (it was ready, and the buffer is not loaded)"
         ),
-        SiblingsResumed(group_id="g", sealed=(0, 2), regenerate=(1,)): (
-            "g: resumed (siblings kept: 0, 2, generated: 1)"
+        SiblingsResumed(group_id="g", sealed=(0, 2, 5), regenerate=(1,)): (
+            "g: resumed (siblings 0, 2 and 5 kept, sibling 1 generated again)"
         ),
         RestartedWhole(group_id="g", discarded=()): (
-            "g: restarted whole (recovered by prompt group; sealed siblings lost: none)"
+            "g: restarted whole (recovered by prompt group; sealed and discarded: no sibling)"
         ),
         Readmitted(group_id="g"): (
             "g: admitted again (it was reserved, and no batch counts it yet)"
@@ -271,6 +271,6 @@ def test_the_explanation_names_every_group_and_says_why() -> None:
     lines = explain(plan_resume(state, policy(sampler=InOrderSampler())))
     text = "\n".join(lines)
     assert "5 groups: 1 admitted again, 1 kept as ready, 3 resumed" in text
-    assert "e0p1: resumed (siblings kept: 0, generated: 1)" in text
+    assert "e0p1: resumed (sibling 0 kept, sibling 1 generated again)" in text
     assert "next prompt: position 5 of epoch 0" in text
     assert len(lines) == 3 + 5

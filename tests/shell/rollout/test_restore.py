@@ -34,6 +34,7 @@ from rollsync.shell.rollout.captured import DATA_PLANE_FILE, REPLAY_METADATA_FIL
 from rollsync.shell.rollout.data_plane import InProcessDataPlane, Row, StoredRow, Tags
 from rollsync.shell.rollout.segments import SegmentError, decode_segment
 from tests.pure.rollout.events_kit import admit, dispatch, reserve
+from tests.shell.rollout.cancelling import is_free
 from tests.shell.rollout.world import (
     PARTITION,
     BuiltinSampler,
@@ -294,7 +295,7 @@ async def test_a_restore_that_died_twice_succeeds_the_third_time(tmp_path: Path)
         died = World(tmp_path, plane=plane)
         with pytest.raises(KeyboardInterrupt):
             await died.restore()
-        assert died.barrier.is_idle
+        assert await is_free(died.barrier)
         await InProcessDataPlane.put(
             plane, PARTITION, {"e0p0/0": {"tokens": row_of("x")["tokens"]}}
         )

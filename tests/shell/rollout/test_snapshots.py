@@ -24,6 +24,7 @@ from rollsync.shell.rollout.data_plane import InProcessDataPlane, PinnedRows
 from rollsync.shell.rollout.errors import DataPlaneError
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 from tests.pure.rollout.events_kit import train
+from tests.shell.rollout.cancelling import is_free
 from tests.shell.rollout.world import PARTITION, PlainArchive, World, assert_same_rows, row_of
 
 
@@ -436,7 +437,7 @@ async def test_an_attempt_that_takes_too_long_times_out_and_leaves_nothing(
     assert (result.saved, result.reason) == (False, Reason.TIMEOUT)
     assert archive.bundles() == []
     assert not (tmp_path / "draft").exists()
-    assert world.barrier.is_idle
+    assert await is_free(world.barrier)
 
 
 @pytest.mark.asyncio
@@ -471,7 +472,7 @@ async def test_a_save_cancelled_anywhere_leaves_the_run_able_to_save(
     archive.may_go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await saving
-    assert world.barrier.is_idle
+    assert await is_free(world.barrier)
     assert not (tmp_path / "draft").exists()
     published = len(archive.bundles())
     assert published == (1 if call in ("publish", "prune") else 0)
@@ -490,7 +491,7 @@ async def test_a_save_cancelled_while_it_waits_for_the_cut(tmp_path: Path) -> No
         saving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await saving
-    assert world.barrier.is_idle
+    assert await is_free(world.barrier)
     assert (await world.snapshotter.save_rollout_snapshot()).saved
 
 

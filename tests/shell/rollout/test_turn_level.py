@@ -18,6 +18,7 @@ from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.environments.guessing import EnvironmentCallError, GuessingGame
 from rollsync.shell.rollout.restore import RolloutRestoreError
 from tests.pure.rollout.events_kit import dispatch
+from tests.shell.rollout.test_snapshots import Slow
 from tests.shell.rollout.world import World
 
 
@@ -175,12 +176,21 @@ async def test_a_dead_environment_fails_the_save_before_anything_is_written(
 
 
 @pytest.mark.asyncio
-async def test_a_turn_during_a_save_waits_for_its_end(tmp_path: Path) -> None:
+async def test_a_turn_during_a_save_waits_for_its_end_and_is_not_in_it(tmp_path: Path) -> None:
     async with game() as playing:
-        world = World(tmp_path, environment=playing)
+        archive = Slow(tmp_path, "publish")
+        world = World(tmp_path, environment=playing, archive=archive)
         await world.admit(0)
         await play(world, playing, "e0p0", 0, 10)
         saving = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
-        turn = await playing.guess(episode("e0p0", 0), 20)
+        await archive.until_reached()
+        turn = asyncio.create_task(playing.guess(episode("e0p0", 0), 20))
+        await asyncio.wait({turn}, timeout=0.1)
+        assert not turn.done(), "the environment is paused until the snapshot has its name"
+        archive.may_go_on.set()
         assert (await saving).saved
-        assert turn.turn == 2
+        assert (await turn).turn == 2
+    async with game() as resumed_game:
+        after = World(tmp_path, environment=resumed_game)
+        await after.restore()
+        assert (await resumed_game.guess(episode("e0p0", 0, 1), 20)).turn == 2

@@ -163,7 +163,6 @@ class RolloutTraceKind(StrEnum):
     ENVIRONMENT_PAUSED = "environment_paused"
     CUT_TAKEN = "cut_taken"
     CUT_LEFT = "cut_left"
-    WRITTEN = "written"
     PUBLISHED = "published"
     PRUNED = "pruned"
     ENVIRONMENT_RESUMED = "environment_resumed"
@@ -191,10 +190,6 @@ class RolloutTrace(Struct, frozen=True, kw_only=True):
     """What saving and restoring did, event by event."""
 
     events: tuple[RolloutTraceEvent, ...] = ()
-
-    def with_event(self, event: RolloutTraceEvent) -> RolloutTrace:
-        """The trace with one event more."""
-        return RolloutTrace(events=(*self.events, event))
 
     def lines(self) -> tuple[str, ...]:
         """One line an event, for people."""

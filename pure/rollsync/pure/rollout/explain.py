@@ -67,9 +67,9 @@ def _why(group: GroupPlan) -> str:
         case ReadyRegenerated():
             return "it was ready, and the buffer is not loaded"
         case SiblingsResumed():
-            return f"siblings kept: {_list(group.sealed)}, generated: {_list(group.regenerate)}"
+            return f"{_siblings(group.sealed)} kept, {_siblings(group.regenerate)} generated again"
         case RestartedWhole():
-            return f"recovered by prompt group; sealed siblings lost: {_list(group.discarded)}"
+            return f"recovered by prompt group; sealed and discarded: {_siblings(group.discarded)}"
         case Readmitted():
             return "it was reserved, and no batch counts it yet"
         case ReturnedToReserve():
@@ -85,5 +85,9 @@ def _why(group: GroupPlan) -> str:
             assert_never(group)
 
 
-def _list(indices: tuple[int, ...]) -> str:
-    return ", ".join(str(index) for index in indices) or "none"
+def _siblings(indices: tuple[int, ...]) -> str:
+    """Which ones, so that an index is not read as a count."""
+    if not indices:
+        return "no sibling"
+    *others, last = map(str, indices)
+    return f"siblings {', '.join(others)} and {last}" if others else f"sibling {last}"

@@ -48,7 +48,8 @@ class ReservedGroups(StrEnum):
     READMIT = "readmit"
     """They are the next batches, before any new prompt."""
     RETURN_TO_RESERVE = "return_to_reserve"
-    """They become spares, for instance because batches are made differently now."""
+    """They become spares, for instance because batches are made differently now. No run asks for
+    it: it is for those who plan a resume themselves."""
 
 
 MAX_RECOVERIES = 3

@@ -67,7 +67,8 @@ class DropReason(StrEnum):
     UNRECOVERABLE = "unrecoverable"
     """A sibling used up its attempts."""
     REPLACED = "replaced"
-    """A prompt of the replacement reserve took its place in the batch."""
+    """A prompt of the replacement reserve took its place in the batch. No built-in sampler
+    drops for this reason alone; one of a user's may, and `rollout.state` version 1 has it."""
 
 
 class PromptReference(Struct, frozen=True, kw_only=True, gc=False):

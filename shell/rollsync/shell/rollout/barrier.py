@@ -66,11 +66,6 @@ class _Capability:
     def __init__(self, barrier: DataPlaneCheckpointBarrier) -> None:
         self._barrier: DataPlaneCheckpointBarrier | None = barrier
 
-    @property
-    def is_live(self) -> bool:
-        """True until the block that yielded it ends."""
-        return self._barrier is not None
-
     def require_live(self, barrier: DataPlaneCheckpointBarrier) -> None:
         """Raise `BarrierMisuse` unless the block is still running and is one of `barrier`'s."""
         if self._barrier is None:
@@ -136,11 +131,6 @@ class DataPlaneCheckpointBarrier:
     def mutation_version(self) -> int:
         """Number of mutations that have ended so far."""
         return self._mutation_version
-
-    @property
-    def is_idle(self) -> bool:
-        """True when nothing is inside and nothing waits."""
-        return not (self._running_mutations or self._cut_is_live or self._waiters)
 
     @asynccontextmanager
     async def mutation(

@@ -153,7 +153,8 @@ class TQReplayBuffer:
         return [dict(rows[key]) for key in keys]
 
     async def write_back(self, rows: Mapping[str, Row]) -> None:
-        """Add or replace fields (advantages, for instance) of rows that ready groups own.
+        """Add or replace fields (advantages, for instance) of rows that ready groups own: for a
+        trainer that finds them in the data plane. Those of rollsync compute them themselves.
 
         Raises:
             DataPlaneError: a row that no ready group owns.
