@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from rpds import HashTrieSet
 
 from rollsync.codecs import encode
 from rollsync.codecs.envelope import seal
+from rollsync.pure.snapshot.places import SEGMENTS_DIRECTORY
 from rollsync.shell.cli import main
 from rollsync.shell.journal import EngineChanged, Journal, Resumed, SyncRetried
+from rollsync.shell.rollout.data_plane import StoredRow
+from rollsync.shell.rollout.segments import encode_segment
 from rollsync.shell.run.saved import JOURNAL
 from tests.codecs.samples.rollout_state import FULL
 
@@ -94,6 +100,58 @@ def test_directory_lists_every_file(tmp_path: Path, capsys: pytest.CaptureFixtur
         f"rows.safetensors{' ' * 6}   7000  other",
         f"snapshots/000001/state  {len(STATE):>5}  rollout.state        1",
     ]
+
+
+def test_rows_are_listed_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = StoredRow({"tokens": torch.tensor([1, 2, 3])}, {"task": "décompte"})
+    data = encode_segment({"group-a/0": row, "group-a/1": row})
+    path = tmp_path / SEGMENTS_DIRECTORY / sha256(data).hexdigest()
+    path.parent.mkdir()
+    path.write_bytes(data)
+    assert main(["inspect", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:7] == [
+        f"row segment, {len(data)} bytes, 2 rows",
+        "group-a/0: (2)",
+        "  tags: (1)",
+        '    task: "décompte"',
+        "  tensors: (1)",
+        '    tokens: "I64 [3]"',
+        "group-a/1: (2)",
+    ]
+    assert main(["inspect", "--json", str(path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["file"]["kind"], document["file"]["problem"]) == ("row segment", None)
+    assert document["value"]["group-a/1"] == {
+        "tags": {"task": "décompte"},
+        "tensors": {"tokens": "I64 [3]"},
+    }
+    state = path.with_name("0" * 64)
+    state.write_bytes(STATE)
+    assert main(["inspect", "--json", str(tmp_path)]) == 0
+    kinds = [summary["kind"] for summary in json.loads(capsys.readouterr().out)]
+    assert sorted(kinds) == ["rollout.state", "row segment"]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"x" * 9])
+def test_damaged_rows_are_the_answer_no(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[bytes], bytes]
+) -> None:
+    data = encode_segment({"group-a/0": StoredRow({"tokens": torch.tensor([1, 2, 3])}, {})})
+    path = tmp_path / sha256(data).hexdigest()
+    path.write_bytes(damage(data))
+    assert main(["inspect", str(path)]) == 1
+    assert "it is not what its name says" in capsys.readouterr().out
+
+
+def test_what_only_has_the_name_of_rows_is_the_answer_no(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / sha256(b"anything").hexdigest()
+    path.write_bytes(b"anything")
+    assert main(["inspect", "--json", str(path)]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert "no rows can be read from it" in document["file"]["problem"]
+    assert document["value"] == {}
 
 
 def test_directory_with_a_damaged_file_is_the_answer_no(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -17,13 +18,16 @@ from returns.pipeline import is_successful
 
 from rollsync.codecs import Header, decode_any, describe, read_header
 from rollsync.codecs.view import view
+from rollsync.pure.snapshot.places import is_segment
 from rollsync.shell.files import UnreadableFile, is_ours, read_bytes, read_if_ours
 from rollsync.shell.journal import EngineChanged, SyncRetried, read_journal
 from rollsync.shell.run.journal_lines import line_of
 from rollsync.shell.run.saved import JOURNAL
+from rollsync.shell.segment_index import ListedRow, NoSegment, list_rows
 
 _SHOWN_ENTRIES = 20
 _OTHER = "other"
+_ROWS = "row segment"
 
 
 class FileSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         return _inspect_directory(path, as_json)
     if path.name == JOURNAL:
         return _inspect_journal(path, as_json)
+    if _is_of_rows(path.name, read_if_ours(path)):
+        return _inspect_rows(path, as_json)
     return _inspect_file(path, as_json)
 
 
@@ -71,6 +77,28 @@ def _inspect_file(path: Path, as_json: bool) -> int:
         else:
             print(f"{path}: {summary.problem}")
     return 0 if is_successful(result) else 1
+
+
+def _inspect_rows(path: Path, as_json: bool) -> int:
+    data = read_bytes(path)
+    rows: Mapping[str, ListedRow] = {}
+    problem = None if sha256(data).hexdigest() == path.name else "it is not what its name says"
+    try:
+        rows = list_rows(data)
+    except NoSegment as error:
+        problem = problem or f"no rows can be read from it: {error}"
+    value = msgspec.to_builtins(rows)
+    if as_json:
+        file = FileSummary(
+            path=str(path), size_bytes=len(data), kind=_ROWS, version=None, problem=problem
+        )
+        document = {"file": msgspec.to_builtins(file), "value": value}
+        print(json.dumps(document, ensure_ascii=False, indent=2))
+    else:
+        print("\n".join((f"{_ROWS}, {len(data)} bytes, {len(rows)} rows", *_lines(value, 0))))
+        if problem is not None:
+            print(f"{path}: {problem}")
+    return 0 if problem is None else 1
 
 
 def _inspect_journal(path: Path, as_json: bool) -> int:
@@ -139,7 +167,16 @@ def _summaries(directory: Path) -> Iterator[FileSummary]:
             # Tensors and a user's own files lie beside ours: they are no damage.
             # An empty lock file lies beside them too; what a cut-off left empty is a `.bin`.
             ours = is_ours(data) and (data != b"" or path.suffix == ".bin")
-            yield summary if ours else msgspec.structs.replace(summary, problem=None)
+            if not ours:
+                kind = _ROWS if _is_of_rows(path.name, data) else _OTHER
+                summary = msgspec.structs.replace(summary, kind=kind, problem=None)
+            yield summary
+
+
+def _is_of_rows(name: str, beginning: bytes) -> bool:
+    """Whether a file is a row segment. Those of the state have a name of the same form, and begin
+    as all of ours do."""
+    return is_segment(name) and not is_ours(beginning)
 
 
 def _summary(name: str, data: bytes, size_bytes: int) -> FileSummary:

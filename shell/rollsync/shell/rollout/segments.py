@@ -20,30 +20,11 @@ from rollsync.pure.rollout.row_segments import SavedRow
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.rollout.archive import FoundBundle
 from rollsync.shell.rollout.data_plane import Row, StoredRow
-from rollsync.shell.rollout.data_plane.protocol import TagValue
-
-_METADATA_KEY = "rollsync.rows"
+from rollsync.shell.segment_index import METADATA_KEY, SegmentColumn, SegmentIndex, read_index
 
 
 class SegmentError(RollsyncError):
     """Bytes that are no segment, or one that contradicts itself."""
-
-
-class _Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One field of some rows, with one dtype."""
-
-    field: str
-    rows: tuple[int, ...]
-    """Indices into the segment's keys, ascending."""
-    shapes: tuple[tuple[int, ...], ...]
-
-
-class _Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the flat tensors mean. Tensor `i` of the file belongs to column `i`."""
-
-    keys: tuple[str, ...]
-    tags: tuple[dict[str, TagValue], ...]
-    columns: tuple[_Column, ...]
 
 
 def encode_segment(rows: Mapping[str, StoredRow]) -> bytes:
@@ -58,7 +39,7 @@ def encode_segment(rows: Mapping[str, StoredRow]) -> bytes:
     for number, (field, dtype) in enumerate(sorted(tensors)):
         parts = tensors[field, dtype]
         columns.append(
-            _Column(
+            SegmentColumn(
                 field=field,
                 rows=tuple(index for index, _ in parts),
                 shapes=tuple(tuple(tensor.shape) for _, tensor in parts),
@@ -66,14 +47,14 @@ def encode_segment(rows: Mapping[str, StoredRow]) -> bytes:
         )
         flat[str(number)] = torch.cat([tensor.reshape(-1) for _, tensor in parts])
     index_bytes = msgspec.json.encode(
-        _Index(
+        SegmentIndex(
             keys=tuple(rows),
             tags=tuple(dict(row.tags) for row in rows.values()),
             columns=tuple(columns),
         ),
         order="deterministic",
     )
-    return save(flat, metadata={_METADATA_KEY: index_bytes.decode()})
+    return save(flat, metadata={METADATA_KEY: index_bytes.decode()})
 
 
 def decode_segment(data: bytes, name: str) -> dict[str, StoredRow]:
@@ -86,9 +67,9 @@ def decode_segment(data: bytes, name: str) -> dict[str, StoredRow]:
         SegmentError: the bytes are damaged, or are no segment.
     """
     try:
-        index = msgspec.json.decode(_metadata(data), type=_Index)
+        index = read_index(data)
         tensors = load(data)
-    except (SafetensorError, msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
+    except (SafetensorError, ValueError, KeyError) as error:
         raise SegmentError(f"{name}: not a row segment: {error}") from error
     if len(index.tags) != len(index.keys) or len(set(index.keys)) != len(index.keys):
         raise SegmentError(f"{name}: {len(index.keys)} keys with {len(index.tags)} tags, or twice")
@@ -132,20 +113,8 @@ def rows_of(stored: Mapping[str, StoredRow]) -> dict[str, Row]:
     return {key: row.fields for key, row in stored.items()}
 
 
-def _metadata(data: bytes) -> bytes:
-    # safetensors' own reader gives metadata only for a file; the header is length and JSON.
-    if len(data) < 8:
-        raise ValueError("shorter than a header")
-    length = int.from_bytes(data[:8], "little")
-    if length > len(data) - 8:
-        raise ValueError("the header is longer than the file")
-    header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
-    metadata = msgspec.json.decode(header["__metadata__"], type=dict[str, str])
-    return metadata[_METADATA_KEY].encode()
-
-
 def _spread(
-    flat: torch.Tensor, column: _Column, fields: Sequence[dict[str, torch.Tensor]], name: str
+    flat: torch.Tensor, column: SegmentColumn, fields: Sequence[dict[str, torch.Tensor]], name: str
 ) -> None:
     """Cut a column's tensor into its rows' tensors."""
     counts = [math.prod(shape) for shape in column.shapes]
