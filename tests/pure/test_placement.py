@@ -70,6 +70,13 @@ def test_a_run_needs_one_policy_worker_and_its_engines() -> None:
     )
 
 
+def test_policy_workers_come_before_the_engines() -> None:
+    grpo = replace(CONFIG.grpo, data_parallel_size=2)
+    needs = worker_needs(replace(CONFIG, grpo=grpo))
+    assert [need.role for need in needs] == ["policy worker"] * 2 + ["generation engine"] * 3
+    assert local_cpus(replace(CONFIG, grpo=grpo), machine_cpus=2) == 5
+
+
 def test_a_ray_of_the_runs_own_declares_what_the_run_counts() -> None:
     assert local_cpus(CONFIG, machine_cpus=2) == 4
     assert local_cpus(CONFIG, machine_cpus=64) == 64

@@ -76,6 +76,8 @@ def test_a_file_becomes_a_typed_value(tmp_path: Path) -> None:
         ("sampler", "max_lookahead_versions", -1),
         ("sampler", "max_lookahead", 1),
         ("grpo", "num_generations_per_prompt", 1),
+        ("grpo", "data_parallel_size", 0),
+        ("grpo", "data_parallel_size", 9),
         ("generation", "backend", "sglang"),
         ("data", "size", 4),
         ("generation", "fleet", {"min_healthy": 2}),

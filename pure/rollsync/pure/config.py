@@ -83,6 +83,9 @@ class GrpoConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     learning_rate: Positive
     clip_ratio: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     max_grad_norm: Positive = 1.0
+    data_parallel_size: Count = 1
+    """Policy workers. Each holds the whole model and trains its share of a step's groups; their
+    gradients are added up."""
 
 
 class GenerationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,6 +171,8 @@ class ClusterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     else the run does not start."""
     deadline_s: Seconds = 120.0
     """Longest wait for these resources."""
+    collective_timeout_s: Seconds = 600.0
+    """Longest that a policy worker waits for the others, when they meet and in a step."""
 
 
 class InProcessPlaneConfig(
@@ -262,6 +267,12 @@ def impossible(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
             "data.size",
             f"{config.data.size} prompts do not fill one step of {per_step}"
             " (grpo.num_prompts_per_step)",
+        )
+    if config.grpo.data_parallel_size > per_step:
+        refuse(
+            "grpo.data_parallel_size",
+            f"{config.grpo.data_parallel_size} policy workers share the groups of a step, and"
+            f" there are {per_step} (grpo.num_prompts_per_step): some would have none",
         )
     if config.generation.max_new_tokens >= config.generation.max_model_len:
         refuse(

@@ -39,12 +39,12 @@ class WorkerNeed(Struct, frozen=True, kw_only=True):
 
 
 def worker_needs(config: MasterConfig) -> tuple[WorkerNeed, ...]:
-    """Every worker that the run places: the policy first, then the engines in order."""
+    """Every worker that the run places: the policy's by rank, then the engines in order."""
     policy = WorkerNeed(role="policy worker", resources=_amounts(config.cluster.policy_worker))
     engine = WorkerNeed(
         role="generation engine", resources=_amounts(config.cluster.generation_engine)
     )
-    return (policy, *(engine for _ in range(config.generation.engines)))
+    return (policy,) * config.grpo.data_parallel_size + (engine,) * config.generation.engines
 
 
 def local_cpus(config: MasterConfig, *, machine_cpus: int) -> int:

@@ -48,7 +48,7 @@ def changed_paths(config: MasterConfig, dataset_digest: str = "d0") -> tuple[str
 
 
 def test_operational_settings_may_change() -> None:
-    grpo = msgspec.structs.replace(CONFIG.grpo, max_steps=99)
+    grpo = msgspec.structs.replace(CONFIG.grpo, max_steps=99, data_parallel_size=2)
     generation = msgspec.structs.replace(
         CONFIG.generation,
         engines=4,

@@ -50,7 +50,7 @@ def test_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     estimate = document["estimate"]
     assert estimate["parameters_bytes"] == 2 * LLAMA_3_1_70B.parameters
     assert estimate["tensors"] == 723
-    assert estimate["bucket_bytes"] == 1638 << 20
+    assert estimate["bucket_bytes"] == 819 << 20
     routes = routes_of(document)
     assert [route["rollout_rank"] for route in routes] == list(range(16))
     assert [route["policy_rank"] for route in routes] == [r // 4 for r in range(16)]

@@ -9,10 +9,11 @@ from typing import cast
 
 import ray
 from msgspec.structs import replace
-from ray.actor import ActorHandle, ActorProxy
+from ray.actor import ActorProxy
 
 from rollsync.pure.config import GenerationConfig, MasterConfig
 from rollsync.pure.refit.fleet.state import FleetSettings
+from rollsync.shell.grpo.client import GrpoTrainerClient
 from rollsync.shell.grpo.worker import GrpoPolicyWorker
 from rollsync.shell.journal import EngineChanged, Journal, JournalEntry
 from rollsync.shell.refit.worker_group import Actor
@@ -65,11 +66,12 @@ async def _run(config: MasterConfig, orders: Path, direct: Director) -> RunOutco
     stop = asyncio.Event()
     journal = Journal(Path(config.run.directory) / JOURNAL)
     journal.listen(lambda entry: stop.set() if direct(entry) else None)
+    remote_policy = ray.remote(KillablePolicy).options(num_cpus=0)
     # Whatever is called of the one, the other has.
-    policy = cast(
-        "ActorProxy[GrpoPolicyWorker]",
-        ray.remote(KillablePolicy).options(num_cpus=0).remote(config, orders=orders),
-    )
+    policy = [
+        cast("ActorProxy[GrpoPolicyWorker]", remote_policy.remote(config, rank=rank, orders=orders))
+        for rank in range(config.grpo.data_parallel_size)
+    ]
     remote_engine = ray.remote(KillableEngine).options(num_cpus=0)
 
     def start(slot: int) -> Actor:
@@ -81,11 +83,12 @@ async def _run(config: MasterConfig, orders: Path, direct: Director) -> RunOutco
         settings=config.generation.fleet,
         notice=lambda notice: journal.write(noted(notice)),
     )
+    trainer = GrpoTrainerClient(policy)
     try:
-        async with fleet:
+        async with fleet, trainer:
             _, clients = connect(
                 config,
-                policy=policy,
+                trainer=trainer,
                 fleet=fleet,
                 tokenizer=tokenizer,
                 verifier=dataset,
@@ -103,8 +106,6 @@ async def _run(config: MasterConfig, orders: Path, direct: Director) -> RunOutco
             )
             return await controller.run(stop)
     finally:
-        assert isinstance(policy, ActorHandle)
-        ray.kill(policy)
         journal.close()
         store.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,6 +45,11 @@ POLICY_MOMENTS = (GRADIENTS, COMMITTING, SENDING, SAVING)
 def order(orders: Path, moment: str) -> None:
     """Have the next process at `moment` kill itself."""
     (orders / moment).touch()
+
+
+def of_rank(moment: str, rank: int) -> str:
+    """The moment of one policy worker."""
+    return f"{moment}-{rank}"
 
 
 def obey(orders: Path, moment: str) -> None:
@@ -102,36 +107,45 @@ class _KillableUpdate(TorchModelUpdate, ModelUpdate):
 
 
 class _KillableTrainer(GrpoTrainer):
-    def obey_from_now_on(self, orders: Path) -> None:
-        self._orders = orders
+    def obey_from_now_on(self, obey_at: Callable[[str], None]) -> None:
+        self._obey_at = obey_at
 
     def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
-        obey(self._orders, GRADIENTS)
+        self._obey_at(GRADIENTS)
         return super().compute_gradients(groups)
 
     def apply_gradients(self) -> None:
         super().apply_gradients()
-        obey(self._orders, COMMITTING)
+        self._obey_at(COMMITTING)
 
     def save(self, directory: Path) -> None:
         super().save(directory)
-        obey(self._orders, SAVING)
+        self._obey_at(SAVING)
 
 
 class KillablePolicy(GrpoPolicyWorker):
-    """The trainer, obeying."""
+    """A policy worker. It obeys what it is ordered, and what whoever comes first is."""
 
-    def __init__(self, config: MasterConfig, *, orders: Path) -> None:
-        super().__init__(config, workers_on_host=4)
+    def __init__(self, config: MasterConfig, *, rank: int, orders: Path) -> None:
+        super().__init__(config, rank=rank, workers_on_host=4)
         self._orders = orders
         trainer = _KillableTrainer(
-            config.model.path, config.grpo, temperature=config.generation.temperature, threads=1
+            config.model.path,
+            config.grpo,
+            temperature=config.generation.temperature,
+            threads=1,
+            deterministic=config.run.deterministic,
+            replicas=self._replicas,
         )
-        trainer.obey_from_now_on(orders)
+        trainer.obey_from_now_on(self._obey)
         self._trainer = trainer
 
     def iter_refit_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for number, weight in enumerate(super().iter_refit_weights()):
             if number == 1:
-                obey(self._orders, SENDING)
+                self._obey(SENDING)
             yield weight
+
+    def _obey(self, moment: str) -> None:
+        obey(self._orders, moment)
+        obey(self._orders, of_rank(moment, self.refit_rank))

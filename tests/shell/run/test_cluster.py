@@ -81,12 +81,12 @@ def test_workers_are_placed_on_their_nodes(tmp_path: Path, address: str) -> None
             for kind in ("trainers", "engines", "rows")
             if kind in node.total
         }
-        options = [placement.policy_options(), *(placement.engine_options(i) for i in range(2))]
+        options = [placement.policy_options(0), *(placement.engine_options(i) for i in range(2))]
         task = ray.remote(where)
         nodes = ray.get([task.options(**each).remote() for each in options])
         assert [kinds[node] for node in nodes] == ["trainers", "engines", "engines"]
         assert nodes[1] != nodes[2]
-        assert placement.policy_workers_on_host == 3, "the nodes are of one machine"
+        assert placement.policy_workers_on_host(0) == 3, "the nodes are of one machine"
 
 
 def test_what_the_cluster_does_not_have_is_named_at_the_deadline(

@@ -191,12 +191,12 @@ def test_the_trainers_death_stops_the_run_by_name_and_the_next_start_resumes(
             order(orders, moment)
         return False
 
-    with pytest.raises(TrainerLost, match="a policy worker is gone") as lost:
+    with pytest.raises(TrainerLost, match="policy worker 0 is gone") as lost:
         run_here(config, orders, kill_after_two_steps)
     assert lost.value.exit_code == 3
     ended = entries_of(config)[-1]
     assert isinstance(ended, Finished)
-    assert "a policy worker is gone" in ended.why
+    assert "policy worker 0 is gone" in ended.why
     run_here(config, orders, lambda entry: isinstance(entry, StepTrained) and entry.step == 5)
     closed_account(config)
     check_steps_count_on(entries_of(config))

@@ -32,6 +32,7 @@ OPERATIONAL = (
     "generation.engines",
     "generation.fleet",
     "generation.max_concurrent_requests",
+    "grpo.data_parallel_size",
     "grpo.max_steps",
     "recovery.load_replay_buffer",
     "recovery.max_attempts",
@@ -40,8 +41,8 @@ OPERATIONAL = (
     "run.directory",
 )
 """Settings, and whole sections, that may differ when a run is resumed: where and how long it runs,
-how it is saved, how weights travel, where its rows are between two saves, and what it puts up
-with."""
+on how many workers, how it is saved, how weights travel, where its rows are between two saves, and
+what it puts up with."""
 _CREDENTIAL = re.compile(
     r"(^|_)(password|passwd|secret|credentials?|api_key|access_key|private_key"
     r"|auth_token|access_token)$",

@@ -16,6 +16,7 @@ from returns.pipeline import is_successful
 from returns.result import Result
 from rich.table import Table
 
+from rollsync.pure.config import CheckpointEngineConfig
 from rollsync.pure.refit import (
     RefitError,
     Sites,
@@ -29,6 +30,8 @@ from rollsync.pure.refit.parallel import Parallelism, Shards, plan_shards, whole
 from rollsync.shell.cli._console import CommandConsole
 from rollsync.shell.cli._model_files import ModelFiles, PlanRefused, read_model
 
+_RATIO = CheckpointEngineConfig().update_weights_bucket_memory_ratio
+"""What a run takes too, if it is told nothing else."""
 _GIB = 1024**3
 _GB = 1e9
 _SLOWEST_GB_PER_S, _FASTEST_GB_PER_S = 1e-6, 1e6
@@ -88,7 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     memory = parser.add_argument_group("memory")
     memory.add_argument(
-        "--ratio", type=float, default=0.02, help="a bucket's share of a worker's memory (0.02)"
+        "--ratio",
+        type=float,
+        default=_RATIO,
+        help=f"a bucket's share of a worker's memory ({_RATIO:g})",
     )
     memory.add_argument(
         "--memory-gib", type=_memory_gib, default=80.0, help="memory of the smallest worker (80)"

@@ -29,15 +29,20 @@ def clipped_policy_loss(
     advantages: Tensor,
     counts: Tensor,
     *,
+    counted_in_step: float,
     clip_ratio: float,
 ) -> Tensor:
     """The clipped surrogate, averaged over the tokens that count.
+
+    Of rows that are a share of a step, it is their share of the step's loss: the sum over all
+    shares is the loss of all rows together.
 
     Args:
         log_probabilities: of the tokens under the weights being trained, `(rows, tokens)`, nats.
         behaviour_log_probabilities: the same under the weights that generated them.
         advantages: `(rows,)`.
         counts: `(rows, tokens)`, 1.0 for a completion token in the loss, 0.0 for all others.
+        counted_in_step: how many tokens count in the whole step, these rows' among them.
         clip_ratio: how far from 1 the ratio may go before its gradient stops.
 
     Returns:
@@ -49,4 +54,4 @@ def clipped_policy_loss(
     advantage = advantages.unsqueeze(1)
     clipped = ratio.clamp(1.0 - clip_ratio, 1.0 + clip_ratio)
     surrogate = torch.minimum(ratio * advantage, clipped * advantage) * counts
-    return -surrogate.sum() / counts.sum().clamp(min=1.0)
+    return -surrogate.sum() / max(counted_in_step, 1.0)

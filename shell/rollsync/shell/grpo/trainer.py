@@ -1,14 +1,16 @@
 """One trainer: a causal language model, its optimizer, one step at a time, and their files.
 
-Rules kept here: a step is a function of the weights, the optimizer and the rows, in their order;
+It may be one of several replicas, each with its share of a step's rows. Rules kept here: a step is
+a function of the weights, the optimizer and the rows, in their order, and of how they are shared;
 what is saved is everything that a later step depends on (weights, moments, random generators), in
 safetensors and JSON, never pickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollsync.pure.config import GrpoConfig
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo.loss import clipped_policy_loss, group_relative_advantages
+from rollsync.shell.grpo.replicas import Replicas
 
 WEIGHTS, OPTIMIZER, GENERATORS, COUNTERS = (
     "policy",
@@ -45,7 +48,7 @@ class TrainingRow(Struct, frozen=True, kw_only=True):
 
 
 class StepMetrics(Struct, frozen=True, kw_only=True):
-    """What one optimizer step saw."""
+    """What one optimizer step saw, on all replicas together."""
 
     loss: float
     mean_reward: float
@@ -74,6 +77,7 @@ class GrpoTrainer:
         temperature: at which the engines sample: log-probabilities are those of that distribution.
         threads: torch threads of this process; None leaves torch's choice.
         deterministic: refuse kernels whose results depend on the order of additions.
+        replicas: the others that train the same model.
     """
 
     def __init__(
@@ -84,12 +88,14 @@ class GrpoTrainer:
         temperature: float,
         threads: int | None = None,
         deterministic: bool = False,
+        replicas: Replicas | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
         self._config = config
         self._temperature = temperature
+        self._replicas = replicas or Replicas()
         self._tokenizer = AutoTokenizer.from_pretrained(model_path)
         self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         # Dropout and the like would make a step depend on more than it is given.
@@ -106,29 +112,51 @@ class GrpoTrainer:
         return self._model
 
     def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
-        """The gradients of one step, on whole groups of siblings. The weights stay as they are."""
+        """The gradients of one step. The weights stay as they are.
+
+        Args:
+            groups: this replica's share of the step, whole groups of siblings; it may be empty.
+
+        Raises:
+            ReplicaUnreachable: another replica is gone, or did not come in time.
+        """
         rewards = torch.tensor([[row.reward for row in group] for group in groups])
-        advantages = group_relative_advantages(rewards).flatten()
         rows = [row for group in groups for row in group]
-        tokens, behaviour, counts = _padded(rows)
-        loss = clipped_policy_loss(
-            self._log_probabilities(tokens),
-            behaviour,
-            advantages,
-            counts,
-            clip_ratio=self._config.clip_ratio,
-        )
+        batch = _padded(rows) if rows else None
+        counted = 0.0 if batch is None else float(batch.counts.sum())
+        totals = torch.tensor([counted, float(rewards.sum()), len(rows)], dtype=torch.float64)
+        self._replicas.add_up([totals])
+        tokens, reward, siblings = totals.tolist()
         self._optimizer.zero_grad()
-        loss.backward()
+        loss = torch.zeros(())
+        if batch is not None:
+            share = clipped_policy_loss(
+                self._log_probabilities(batch.tokens),
+                batch.behaviour_log_probabilities,
+                group_relative_advantages(rewards).flatten(),
+                batch.counts,
+                counted_in_step=tokens,
+                clip_ratio=self._config.clip_ratio,
+            )
+            share.backward()
+            loss = share.detach()
+        self._replicas.add_up([loss, *self._gradients()])
         norm = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), self._config.max_grad_norm, error_if_nonfinite=True
         )
         return StepMetrics(
-            loss=float(loss.detach()),
-            mean_reward=float(rewards.mean()),
+            loss=float(loss),
+            mean_reward=reward / siblings,
             gradient_norm=float(norm),
-            tokens=int(counts.sum()),
+            tokens=int(tokens),
         )
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Of every parameter, the same on each replica; 0 where its share did not touch one."""
+        for parameter in self._model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            yield parameter.grad
 
     def apply_gradients(self) -> None:
         """Take the optimizer step whose gradients were computed last."""
@@ -190,9 +218,18 @@ class GrpoTrainer:
         self.trainer_version = counters.trainer_version
 
 
-def _padded(rows: Sequence[TrainingRow]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens `(rows, longest)`; behaviour log-probabilities and counts `(rows, longest - 1)`,
-    aligned with the token that each position predicts."""
+class _Padded(NamedTuple):
+    """Rows of a share, as long as its longest."""
+
+    tokens: Tensor
+    """`(rows, longest)`."""
+    behaviour_log_probabilities: Tensor
+    """`(rows, longest - 1)`, aligned with the token that each position predicts."""
+    counts: Tensor
+    """Likewise: 1.0 for a completion token in the loss, 0.0 for all others."""
+
+
+def _padded(rows: Sequence[TrainingRow]) -> _Padded:
     longest = max(len(row.token_ids) for row in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     behaviour = torch.zeros(len(rows), longest - 1)
@@ -204,4 +241,4 @@ def _padded(rows: Sequence[TrainingRow]) -> tuple[Tensor, Tensor, Tensor]:
         behaviour[index, completion] = row.behaviour_log_probabilities
         if not row.masked:
             counts[index, completion] = 1.0
-    return tokens, behaviour, counts
+    return _Padded(tokens, behaviour, counts)

@@ -1,45 +1,70 @@
-"""The GRPO trainer as a Ray actor, and what the controller sees of it.
+"""The GRPO trainer as a Ray actor, one for each policy worker of a run.
 
-Rule kept here: the actor does what it is told, one call at a time; whoever holds the client knows
-the trainer's version without asking, as of the last answer.
+Rule kept here: the actor does what it is told, one call at a time, and says afterwards what it
+holds, so that whoever called all of them can tell whether they still hold the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import ray
 import torch
-from ray.actor import ActorProxy
-from ray.exceptions import RayActorError
+from msgspec import Struct
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.refit import TensorSpec
-from rollsync.shell.grpo.trainer import GrpoTrainer, StepMetrics, TrainingRow
+from rollsync.shell.grpo.replicas import Meeting, Replicas, weights_digest
+from rollsync.shell.grpo.trainer import (
+    GrpoTrainer,
+    StepMetrics,
+    TrainerCheckpointError,
+    TrainingRow,
+)
 from rollsync.shell.refit.policy_worker import PolicyRefitMixin
 from rollsync.shell.refit.weights import checkpoint_weights, declare_weights
-from rollsync.shell.rollout.clients import TrainerLost
+
+
+class Holding(Struct, frozen=True, kw_only=True):
+    """What a policy worker holds."""
+
+    trainer_version: int
+    weights_digest: str
+    """Of the weights' bits; empty where there is no other worker to compare it with."""
 
 
 class GrpoPolicyWorker(PolicyRefitMixin):
-    """One trainer of one rank.
+    """One policy worker: a replica of the model, which trains its share of each step.
 
     Args:
         config: the run's configuration.
+        rank: which of the run's policy workers it is, from 0.
         workers_on_host: how many workers share this host's memory.
     """
 
-    def __init__(self, config: MasterConfig, *, workers_on_host: int) -> None:
+    def __init__(self, config: MasterConfig, *, rank: int = 0, workers_on_host: int) -> None:
+        self._rank = rank
+        self._alone = config.grpo.data_parallel_size == 1
         self._workers_on_host = workers_on_host
+        self._replicas = Replicas(
+            rank=rank,
+            world_size=config.grpo.data_parallel_size,
+            timeout_s=config.cluster.collective_timeout_s,
+        )
         self._trainer = GrpoTrainer(
             config.model.path,
             config.grpo,
             temperature=config.generation.temperature,
             threads=1 if config.run.deterministic else None,
             deterministic=config.run.deterministic,
+            replicas=self._replicas,
         )
+
+    @property
+    def refit_rank(self) -> int:
+        """Its rank among the policy's workers."""
+        return self._rank
 
     @property
     def workers_on_host(self) -> int:
@@ -59,21 +84,36 @@ class GrpoPolicyWorker(PolicyRefitMixin):
         return declare_weights(self._trainer.module)
 
     @ray.method
+    def holding(self) -> Holding:
+        """What it holds now."""
+        return self._holding_now()
+
+    @ray.method
+    def open_meeting(self) -> Meeting:
+        """Have the first worker wait for the others."""
+        return self._replicas.open()
+
+    @ray.method
+    def join(self, meeting: Meeting) -> None:
+        """Meet the other workers."""
+        self._replicas.join(meeting)
+
+    @ray.method
     def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
-        """The gradients of one step."""
+        """The gradients of one step, of which `groups` are this worker's share."""
         return self._trainer.compute_gradients(groups)
 
     @ray.method
-    def apply_gradients(self) -> int:
-        """Take the step; the version."""
+    def apply_gradients(self) -> Holding:
+        """Take the step."""
         self._trainer.apply_gradients()
-        return self._trainer.trainer_version
+        return self._holding_now()
 
     @ray.method
-    def skip_step(self) -> int:
-        """Count a step without training; the version."""
+    def skip_step(self) -> Holding:
+        """Count a step without training."""
         self._trainer.trainer_version += 1
-        return self._trainer.trainer_version
+        return self._holding_now()
 
     @ray.method
     def save(self, directory: str) -> None:
@@ -81,62 +121,22 @@ class GrpoPolicyWorker(PolicyRefitMixin):
         self._trainer.save(Path(directory))
 
     @ray.method
-    def load(self, directory: str) -> int:
-        """Become what a checkpoint holds; the version."""
-        self._trainer.load(Path(directory))
-        return self._trainer.trainer_version
+    def load(self, directory: str) -> Holding:
+        """Become what a checkpoint holds.
 
+        Raises:
+            TrainerCheckpointError: this worker cannot read it, or it is of another model.
+        """
+        try:
+            self._trainer.load(Path(directory))
+        except TrainerCheckpointError as error:
+            raise TrainerCheckpointError(
+                f"policy worker {self._rank}: {error.message}", remedy=error.remedy
+            ) from error
+        return self._holding_now()
 
-@contextmanager
-def trainer_calls() -> Iterator[None]:
-    """Calls of a policy worker: its death comes out as `TrainerLost`."""
-    try:
-        yield
-    except RayActorError as error:
-        raise trainer_lost(error) from error
-
-
-def trainer_lost(error: Exception) -> TrainerLost:
-    """The loss of a policy worker, with Ray's reason."""
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return TrainerLost(
-        f"a policy worker is gone: {reason}",
-        remedy="see Ray's log of the worker; the same command goes on from the last save",
-    )
-
-
-class GrpoTrainerClient:
-    """The controller's trainer: see `rollsync.shell.rollout.clients.TrainerClient`.
-
-    Args:
-        worker: the actor.
-    """
-
-    def __init__(self, worker: ActorProxy[GrpoPolicyWorker]) -> None:
-        self._worker = worker
-        self.trainer_version = 0
-
-    async def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
-        """The gradients of one step."""
-        with trainer_calls():
-            return await self._worker.compute_gradients.remote(groups)
-
-    async def apply_gradients(self) -> None:
-        """Take the step."""
-        with trainer_calls():
-            self.trainer_version = await self._worker.apply_gradients.remote()
-
-    async def skip_step(self) -> None:
-        """Count a step that had nothing to train."""
-        with trainer_calls():
-            self.trainer_version = await self._worker.skip_step.remote()
-
-    async def save(self, directory: Path) -> None:
-        """Write the trainer's files into `directory`."""
-        with trainer_calls():
-            await self._worker.save.remote(str(directory))
-
-    async def load(self, directory: Path) -> None:
-        """Become what the checkpoint in `directory` holds."""
-        with trainer_calls():
-            self.trainer_version = await self._worker.load.remote(str(directory))
+    def _holding_now(self) -> Holding:
+        return Holding(
+            trainer_version=self._trainer.trainer_version,
+            weights_digest="" if self._alone else weights_digest(self._trainer.module),
+        )

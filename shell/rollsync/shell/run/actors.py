@@ -1,4 +1,4 @@
-"""Starts the trainer and the engines that a configuration names, each where it was placed.
+"""Starts the policy workers and the engines that a configuration names, each where it was placed.
 
 Rule kept here: an engine is made from the configuration and its index alone, so that one that is
 gone can be made again.
@@ -17,10 +17,16 @@ from rollsync.shell.refit.worker_group import Actor
 from rollsync.shell.run.placement import WorkerPlacement
 
 
-def start_policy(config: MasterConfig, placement: WorkerPlacement) -> ActorProxy[GrpoPolicyWorker]:
-    """The trainer, in its own process."""
-    actor = ray.remote(GrpoPolicyWorker).options(**placement.policy_options())
-    return actor.remote(config, workers_on_host=placement.policy_workers_on_host)
+def start_policy(
+    config: MasterConfig, placement: WorkerPlacement
+) -> tuple[ActorProxy[GrpoPolicyWorker], ...]:
+    """The policy workers by rank, each in its own process."""
+    return tuple(
+        ray.remote(GrpoPolicyWorker)
+        .options(**placement.policy_options(rank))
+        .remote(config, rank=rank, workers_on_host=placement.policy_workers_on_host(rank))
+        for rank in range(config.grpo.data_parallel_size)
+    )
 
 
 def start_engine(config: MasterConfig, placement: WorkerPlacement, index: int) -> Actor:

@@ -7,6 +7,7 @@ placement puts them, the same engine, the same bucket size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 
 import ray
 import torch
@@ -14,14 +15,19 @@ from msgspec import Struct
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollsync.pure.config import MasterConfig
-from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit import TensorSpec, plan_routes
+from rollsync.shell.config import ConfigError
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
+from rollsync.shell.refit.engines.factory import check_options
 from rollsync.shell.refit.policy_worker import PolicyRefitMixin
 from rollsync.shell.refit.report import SyncReport
 from rollsync.shell.refit.weights import checkpoint_weights, declare_weights
-from rollsync.shell.refit.worker_group import Actor, GenerationGroup, PolicyGroup
+from rollsync.shell.refit.worker_group import Actor, GenerationGroup, PolicyGroup, call_remote
 from rollsync.shell.run.actors import start_engine
 from rollsync.shell.run.placement import WorkerPlacement, connected, placed_workers
+
+_SYNCS = 2
+"""Of each refit. Only the last is measured: the first also makes connections."""
 
 
 class RouteRate(Struct, frozen=True, kw_only=True):
@@ -46,9 +52,20 @@ class SyntheticPolicyWorker(PolicyRefitMixin):
     """
 
     def __init__(self, model: str, *, workers_on_host: int) -> None:
+        self._rank = 0
         self._workers_on_host = workers_on_host
         self._module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         self._version = 0
+
+    @property
+    def refit_rank(self) -> int:
+        """Its rank among those that take part."""
+        return self._rank
+
+    def take_part(self, rank: int, *, version: int) -> None:
+        """Have this rank and this version from the next set-up on."""
+        self._rank, self._version = rank, version
+        self._refit_sender = None
 
     @property
     def workers_on_host(self) -> int:
@@ -70,29 +87,70 @@ class SyntheticPolicyWorker(PolicyRefitMixin):
 
 
 def check_cluster(config: MasterConfig) -> Iterator[RouteRate]:
-    """Each route by itself, then all together. Trains nothing, and leaves the run directory alone.
+    """Each route of a run by itself, then all together. Trains nothing, and leaves the run
+    directory alone.
 
     Raises:
-        RollsyncError: the workers cannot be placed, or a refit between them fails.
+        RollsyncError: the configuration cannot work, the workers cannot be placed, or a refit
+            between them fails.
     """
+    _check_settings(config)
     with connected(config), placed_workers(config) as placement:
-        policy = (
-            ray.remote(SyntheticPolicyWorker)
-            .options(**placement.policy_options())
-            .remote(config.model.path, workers_on_host=placement.policy_workers_on_host)
-        )
+        policy = [_start_policy(config, placement, r) for r in range(_policy_workers(config))]
         engines = [start_engine(config, placement, i) for i in range(config.generation.engines)]
-        for index, engine in enumerate(engines):
-            yield _rate(_route(placement, index), _refit(config, policy, [engine]))
-        if len(engines) > 1:
-            yield _rate("all routes together", _refit(config, policy, engines))
+        versions = count(step=_SYNCS)
+        for rank, index in routes_of(config):
+            report = _refit(config, [policy[rank]], [engines[index]], next(versions))
+            yield _rate(_route(placement, rank, index), report)
+        if len(policy) + len(engines) > 2:
+            report = _refit(config, policy, engines, next(versions))
+            yield _rate("all routes together", report)
 
 
-def _refit(config: MasterConfig, policy: Actor, engines: Sequence[Actor]) -> SyncReport:
-    """The second of two syncs: the first also makes connections and touches memory."""
+def routes_of(config: MasterConfig) -> tuple[tuple[int, int], ...]:
+    """The policy worker and the engine of every route that a run's syncs take while all its
+    engines are there, in the order of the engines."""
+    table = plan_routes(_policy_workers(config), config.generation.engines).unwrap()
+    return tuple((route.sender.rank, route.receiver.rank) for route in table.routes)
+
+
+def _check_settings(config: MasterConfig) -> None:
+    """Refuse what no worker could work with, before any is started."""
+    check_options(config.checkpoint_engine)
+    path = config.model.path
+    try:
+        AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: there is no model in {path}: {str(error).splitlines()[0]}",
+            remedy="give a directory in Hugging Face's format",
+            paths=("model.path",),
+        ) from error
+
+
+def _policy_workers(config: MasterConfig) -> int:
+    return config.grpo.data_parallel_size
+
+
+def _start_policy(config: MasterConfig, placement: WorkerPlacement, rank: int) -> Actor:
+    actor = ray.remote(SyntheticPolicyWorker).options(**placement.policy_options(rank))
+    on_host = placement.policy_workers_on_host(rank)
+    return actor.remote(config.model.path, workers_on_host=on_host)
+
+
+def _refit(
+    config: MasterConfig, policy: Sequence[Actor], engines: Sequence[Actor], version: int
+) -> SyncReport:
+    """The last of `_SYNCS` syncs between these workers, the first of them at `version` + 1."""
+    ray.get(
+        [
+            call_remote(worker, "take_part", rank, version=version)
+            for rank, worker in enumerate(policy)
+        ]
+    )
     settings = config.checkpoint_engine
     sync = CheckpointEngineWeightSynchronizer(
-        PolicyGroup([policy]),
+        PolicyGroup(policy),
         GenerationGroup(engines),
         {
             "backend": settings.backend,
@@ -102,16 +160,17 @@ def _refit(config: MasterConfig, policy: Actor, engines: Sequence[Actor]) -> Syn
     )
     sync.init_communicator()
     try:
-        sync.sync_weights()
+        for _ in range(_SYNCS - 1):
+            sync.sync_weights()
         return sync.sync_weights()
     finally:
         sync.shutdown()
 
 
-def _route(placement: WorkerPlacement, index: int) -> str:
-    policy, engine = placement.policy_node, placement.engine_node(index)
+def _route(placement: WorkerPlacement, rank: int, index: int) -> str:
+    policy, engine = placement.policy_node(rank), placement.engine_node(index)
     return (
-        f"policy worker 0 (node {policy.node_id[:8]} on {policy.host}) to generation engine "
+        f"policy worker {rank} (node {policy.node_id[:8]} on {policy.host}) to generation engine "
         f"{index} (node {engine.node_id[:8]} on {engine.host})"
     )
 

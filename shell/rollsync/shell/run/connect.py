@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from ray.actor import ActorProxy
-
 from rollsync.pure.config import MasterConfig
-from rollsync.shell.grpo.worker import GrpoPolicyWorker, GrpoTrainerClient
+from rollsync.shell.grpo.client import GrpoTrainerClient
 from rollsync.shell.journal import EngineChanged, Journal, SyncRetried
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.generation import SamplingSettings
@@ -50,20 +48,19 @@ class EngineClient:
 def connect(
     config: MasterConfig,
     *,
-    policy: ActorProxy[GrpoPolicyWorker],
+    trainer: GrpoTrainerClient,
     fleet: EngineFleet,
     tokenizer: PolicyTokenizer,
     verifier: Verifier,
     journal: Journal,
 ) -> tuple[FleetSync, RunClients]:
     """The sync between a trainer and its engines, and all that the controller works with."""
-    trainer = GrpoTrainerClient(policy)
     group = GenerationGroup([])
     sync = FleetSync(
         fleet,
         group=group,
         synchronizer=CheckpointEngineWeightSynchronizer(
-            PolicyGroup([policy]),
+            PolicyGroup(trainer.workers),
             group,
             {
                 "backend": config.checkpoint_engine.backend,

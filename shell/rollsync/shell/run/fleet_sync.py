@@ -29,7 +29,7 @@ from rollsync.pure.refit.fleet.events import (
     SyncStarted,
 )
 from rollsync.pure.refit.lifecycle import Poisoned, Serving
-from rollsync.shell.grpo.worker import trainer_lost
+from rollsync.shell.grpo.client import trainer_lost
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.report import SyncReport, WorkerTransfer
@@ -102,7 +102,7 @@ class FleetSync:
             if isinstance(outcome, Exception) and not blamed:
                 # Engines' deaths are dealt with by now: an actor that is gone is the trainer's.
                 if isinstance(outcome, RayActorError):
-                    raise trainer_lost(outcome) from outcome
+                    raise trainer_lost(outcome, self._lost_rank()) from outcome
                 raise outcome
 
     async def _next_engines(self) -> tuple[str, ...]:
@@ -174,6 +174,13 @@ class FleetSync:
             own = not is_echo(answer) if isinstance(answer, Exception) else answer is False
             cause = state.cause if isinstance(state, Poisoned) else reason_of(error)
             self._fleet.apply(EngineSyncFailed(name, cause, own=own))
+
+    def _lost_rank(self) -> int:
+        """The policy worker that is gone; the first, which is asked alone, if no step says it."""
+        failure = self._synchronizer.last_failure
+        answers: Sequence[object] = () if failure is None else failure.policy
+        gone = (rank for rank, each in enumerate(answers) if isinstance(each, RayActorError))
+        return next(gone, 0)
 
     def _figures(
         self, version: int, outcome: SyncFigures | Exception, seconds: float

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.sampler import PromptGroupSampler
+from rollsync.shell.grpo.client import GrpoTrainerClient
 from rollsync.shell.journal import Journal, JournalListener
+from rollsync.shell.refit.engines.factory import check_options
 from rollsync.shell.rollout.controller import RolloutController, RunOutcome
 from rollsync.shell.rollout.data_plane import DataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
@@ -41,6 +43,7 @@ def run_config(config: MasterConfig, *, listener: JournalListener | None = None)
         RollsyncError: the run cannot begin, or cannot go on.
     """
     sampler = load_sampler(config)
+    check_options(config.checkpoint_engine)
     dataset = ReasoningGymDataset(config.data)
     # Before the tokenizer, for which transformers would ask a hub again and again.
     config = with_model_digest(config)
@@ -76,17 +79,17 @@ async def _run(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    policy = start_policy(config, placement)
+    trainer = GrpoTrainerClient(start_policy(config, placement))
     fleet = EngineFleet(
         partial(start_engine, config, placement),
         engines=config.generation.engines,
         settings=config.generation.fleet,
         notice=lambda notice: journal.write(noted(notice)),
     )
-    async with fleet:
+    async with fleet, trainer:
         sync, clients = connect(
             config,
-            policy=policy,
+            trainer=trainer,
             fleet=fleet,
             tokenizer=tokenizer,
             verifier=dataset,

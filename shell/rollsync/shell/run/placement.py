@@ -78,43 +78,48 @@ class WorkerPlacement:
 
     Args:
         group: one bundle for each of `needs`, in their order.
-        needs: the workers.
+        needs: the workers, the policy's first.
         nodes: the node of each worker.
+        policy_workers: how many of them are the policy's.
     """
 
     def __init__(
-        self, group: PlacementGroup, needs: Sequence[WorkerNeed], nodes: Sequence[ClusterNode]
+        self,
+        group: PlacementGroup,
+        needs: Sequence[WorkerNeed],
+        nodes: Sequence[ClusterNode],
+        *,
+        policy_workers: int,
     ) -> None:
         self._group = group
+        self._policy_workers = policy_workers
         self._needs = needs
         self._nodes = nodes
         self._hosts = workers_by_host([node.node_id for node in nodes], nodes)
 
-    def policy_options(self) -> dict[str, object]:
-        """Options of the policy worker's actor."""
-        return self._options(0)
+    def policy_options(self, rank: int) -> dict[str, object]:
+        """Options of a policy worker's actor."""
+        return self._options(rank)
 
     def engine_options(self, index: int) -> dict[str, object]:
         """Options of an engine's actor. An engine that takes a dead one's place takes these too."""
-        return self._options(1 + index)
+        return self._options(self._policy_workers + index)
 
-    @property
-    def policy_workers_on_host(self) -> int:
-        """How many workers have the host of the policy worker, itself included."""
-        return self._hosts[0]
+    def policy_workers_on_host(self, rank: int) -> int:
+        """How many workers have the host of a policy worker, itself included."""
+        return self._hosts[rank]
 
     def engine_workers_on_host(self, index: int) -> int:
         """How many workers have the host of an engine, itself included."""
-        return self._hosts[1 + index]
+        return self._hosts[self._policy_workers + index]
 
-    @property
-    def policy_node(self) -> ClusterNode:
-        """Where the policy worker is."""
-        return self._nodes[0]
+    def policy_node(self, rank: int) -> ClusterNode:
+        """Where a policy worker is."""
+        return self._nodes[rank]
 
     def engine_node(self, index: int) -> ClusterNode:
         """Where an engine is."""
-        return self._nodes[1 + index]
+        return self._nodes[self._policy_workers + index]
 
     def _options(self, bundle: int) -> dict[str, object]:
         resources = dict(self._needs[bundle].resources)
@@ -147,7 +152,9 @@ def placed_workers(config: MasterConfig) -> Iterator[WorkerPlacement]:
             nodes = cluster_nodes()
             why = _missing(needs, cluster, nodes) or ("others hold what there is",)
             raise _no_room(needs, why, nodes, waited_s=cluster.deadline_s)
-        yield WorkerPlacement(group, needs, _nodes_of(group))
+        yield WorkerPlacement(
+            group, needs, _nodes_of(group), policy_workers=config.grpo.data_parallel_size
+        )
     finally:
         remove_placement_group(group)
 
@@ -170,8 +177,8 @@ def _no_room(
         f"the run needs {describe_needs(needs)}, and did not get it within {waited_s:g} s: "
         f"{'; '.join(why)}. The cluster: {describe_nodes(nodes, names)}",
         remedy="free or add nodes, ask for less (cluster.policy_worker, "
-        "cluster.generation_engine, generation.engines, cluster.strategy), or wait longer "
-        "(cluster.deadline_s)",
+        "cluster.generation_engine, grpo.data_parallel_size, generation.engines, "
+        "cluster.strategy), or wait longer (cluster.deadline_s)",
     )
 
 

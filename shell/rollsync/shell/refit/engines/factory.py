@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from rollsync.pure.config import CheckpointEngineConfig
 from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
@@ -24,6 +26,29 @@ def create_checkpoint_engine(
     Raises:
         RefitConfigurationError: there is no such engine, or it does not take the options.
     """
+    engine_class = _engine_class(backend)
+    try:
+        engine = engine_class(bucket_size_bytes, **engine_kwargs)
+    except TypeError as error:
+        raise _refused(backend, error) from error
+    return engine
+
+
+def check_options(config: CheckpointEngineConfig) -> None:
+    """Refuse names that `create_checkpoint_engine` would refuse, without making an engine.
+
+    Raises:
+        RefitConfigurationError: there is no such engine, or it does not take the options.
+    """
+    backend = config.backend
+    options = config.engine_kwargs.get(backend, {})
+    try:
+        inspect.signature(_engine_class(backend)).bind(0, **options)
+    except TypeError as error:
+        raise _refused(backend, error) from error
+
+
+def _engine_class(backend: str) -> Callable[..., CheckpointEngine]:
     target = BUILT_IN.get(backend, backend)
     if ":" not in target:
         raise RefitConfigurationError(
@@ -31,17 +56,17 @@ def create_checkpoint_engine(
             remedy=f"use one of {', '.join(sorted(BUILT_IN))}, or `module:ClassName`",
         )
     try:
-        engine_class = pkgutil.resolve_name(target)
+        engine_class: Callable[..., CheckpointEngine] = pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise RefitConfigurationError(
             f"the checkpoint engine {backend!r} cannot be loaded: {error}",
             remedy="install its package, or correct the name `module:ClassName`",
         ) from error
-    try:
-        engine: CheckpointEngine = engine_class(bucket_size_bytes, **engine_kwargs)
-    except TypeError as error:
-        raise RefitConfigurationError(
-            f"the checkpoint engine {backend!r} does not take these options: {error}",
-            remedy=f"correct checkpoint_engine.engine_kwargs.{backend}",
-        ) from error
-    return engine
+    return engine_class
+
+
+def _refused(backend: str, error: TypeError) -> RefitConfigurationError:
+    return RefitConfigurationError(
+        f"the checkpoint engine {backend!r} does not take these options: {error}",
+        remedy=f"correct checkpoint_engine.engine_kwargs.{backend}",
+    )

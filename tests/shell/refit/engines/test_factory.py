@@ -1,0 +1,38 @@
+"""Options of a checkpoint engine are refused before there is one."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollsync.pure.config import CheckpointEngineConfig
+from rollsync.shell.refit.engines.factory import check_options
+from rollsync.shell.refit.errors import RefitConfigurationError
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CheckpointEngineConfig(),
+        CheckpointEngineConfig(backend="nixl", engine_kwargs={"nixl": {"preinit": True}}),
+        CheckpointEngineConfig(backend="auto", engine_kwargs={"shm": {"of": "another"}}),
+        CheckpointEngineConfig(backend="rollsync.shell.refit.engines.shm:ShmCheckpointEngine"),
+    ],
+)
+def test_what_an_engine_takes_is_taken(config: CheckpointEngineConfig) -> None:
+    check_options(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (CheckpointEngineConfig(backend="smh"), "no checkpoint engine 'smh'"),
+        (CheckpointEngineConfig(backend="no_such_module:Engine"), "cannot be loaded"),
+        (
+            CheckpointEngineConfig(engine_kwargs={"shm": {"chekcsum": False}}),
+            "'shm' does not take these options: .*chekcsum",
+        ),
+    ],
+)
+def test_what_it_would_refuse_is_refused(config: CheckpointEngineConfig, words: str) -> None:
+    with pytest.raises(RefitConfigurationError, match=words):
+        check_options(config)

@@ -1,0 +1,108 @@
+"""Runs with two policy workers, either of which is killed with SIGKILL, and started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from rollsync.pure.config import MasterConfig
+from rollsync.pure.rollout.sampler import InOrderSampler
+from rollsync.shell.journal import Finished, JournalEntry, StepTrained
+from rollsync.shell.rollout.clients import TrainerLost
+from tests.shell.run.fleet_runs import PATIENT, run_here
+from tests.shell.run.killable import COMMITTING, GRADIENTS, SAVING, SENDING, of_rank, order
+from tests.shell.run.runs import (
+    all_prompts,
+    check_steps_count_on,
+    closed_account,
+    ended_prompts,
+    entries_of,
+    small_config,
+    weights_of,
+)
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> Path:
+    path = tmp_path / "orders"
+    path.mkdir()
+    return path
+
+
+def two_workers(directory: Path, model: Path, *, engines: int) -> MasterConfig:
+    """A run whose bits depend on nothing but its configuration."""
+    config = small_config(directory, model)
+    return replace(
+        config,
+        run=replace(config.run, deterministic=True),
+        sampler=InOrderSampler(max_lookahead_versions=0),
+        grpo=replace(config.grpo, data_parallel_size=2),
+        generation=replace(config.generation, engines=engines, fleet=PATIENT),
+    )
+
+
+def never(_: JournalEntry) -> bool:
+    return False
+
+
+def kill_after_step(step: int, orders: Path, moment: str, rank: int, config: MasterConfig) -> None:
+    """Run until a policy worker is killed after a step, which has to end the run by its name."""
+
+    def direct(entry: JournalEntry) -> bool:
+        if isinstance(entry, StepTrained) and entry.step == step:
+            order(orders, of_rank(moment, rank))
+        return False
+
+    with pytest.raises(TrainerLost, match=f"policy worker {rank} is gone") as lost:
+        run_here(config, orders, direct)
+    assert lost.value.exit_code == 3
+    assert not list(orders.iterdir())
+    ended = entries_of(config)[-1]
+    assert isinstance(ended, Finished)
+    assert f"policy worker {rank} is gone" in ended.why
+
+
+def run_to_the_end(config: MasterConfig, orders: Path) -> None:
+    run_here(config, orders, never)
+    state, _ = closed_account(config)
+    assert ended_prompts(state) == all_prompts()
+    check_steps_count_on(entries_of(config))
+
+
+@pytest.mark.timeout(300)
+def test_a_workers_death_stops_the_run_by_its_rank_and_the_next_start_resumes(
+    cluster: None, tmp_path: Path, model_path: Path, orders: Path
+) -> None:
+    config = two_workers(tmp_path / "run", model_path, engines=1)
+    kill_after_step(2, orders, GRADIENTS, 1, config)
+    run_to_the_end(config, orders)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_whose_workers_were_killed_ends_with_the_same_bits(
+    cluster: None, tmp_path: Path, model_path: Path, orders: Path
+) -> None:
+    killed = two_workers(tmp_path / "killed", model_path, engines=3)
+    kill_after_step(1, orders, GRADIENTS, 1, killed)
+    kill_after_step(3, orders, SENDING, 0, killed)
+    run_to_the_end(killed, orders)
+    whole = two_workers(tmp_path / "whole", model_path, engines=1)
+    run_to_the_end(whole, orders)
+    assert weights_of(killed) == weights_of(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_worker_can_be_killed_at_any_moment(
+    cluster: None, tmp_path: Path, model_path: Path, orders: Path
+) -> None:
+    """The second worker feeds nobody. The last start has one worker only."""
+    config = two_workers(tmp_path / "run", model_path, engines=1)
+    kill_after_step(1, orders, GRADIENTS, 0, config)
+    kill_after_step(2, orders, COMMITTING, 1, config)
+    kill_after_step(3, orders, SENDING, 1, config)
+    kill_after_step(4, orders, SAVING, 0, config)
+    run_to_the_end(replace(config, grpo=replace(config.grpo, data_parallel_size=1)), orders)
