@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import permutations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,10 +30,12 @@ from rollsync.pure.placement import (
     local_cpus,
     missing_for_queue,
     missing_for_workers,
+    places_near_policy,
     queue_cpus,
     worker_needs,
     workers_by_host,
 )
+from rollsync.pure.refit import plan_routes
 from rollsync.pure.rollout.sampler import InOrderSampler
 
 CONFIG = MasterConfig(
@@ -184,6 +189,36 @@ def _missing_of_five(free_before: list[float], free_now: list[float]) -> float:
 def test_workers_share_the_memory_of_their_host() -> None:
     nodes = [node("a1", 1), node("a2", 1), node("b1", 1)]
     assert workers_by_host(["a1", "b1", "a2", "a1"], nodes) == (3, 1, 3, 3)
+
+
+@given(
+    st.lists(st.sampled_from(["a1", "a2", "b1", "c1"]), min_size=1, max_size=4),
+    st.lists(st.sampled_from(["a1", "a2", "b1", "c1"]), min_size=1, max_size=5),
+)
+def test_no_other_order_of_the_engines_keeps_more_routes_near(
+    policy: list[str], places: list[str]
+) -> None:
+    feeders = [
+        policy[route.sender.rank] for route in plan_routes(len(policy), len(places)).unwrap().routes
+    ]
+
+    def near(order: Sequence[int]) -> tuple[int, int]:
+        routes = [(feeder, places[place]) for feeder, place in zip(feeders, order, strict=True)]
+        return (
+            sum(one == other for one, other in routes),
+            sum(one[0] == other[0] for one, other in routes),
+        )
+
+    chosen = places_near_policy([node(n, 1) for n in policy], [node(n, 1) for n in places])
+    assert near(chosen) == max(near(order) for order in permutations(range(len(places))))
+    assert sorted(chosen) == list(range(len(places)))
+
+
+def test_an_engine_is_moved_only_to_be_nearer() -> None:
+    a, b, c = (node(name, 1) for name in ("a", "b", "c"))
+    assert places_near_policy([a, b], [a, c, b]) == (0, 1, 2)
+    assert places_near_policy([a, b], [b, c, a]) == (2, 1, 0)
+    assert places_near_policy([a], [b, c]) == (0, 1)
 
 
 def test_nodes_are_described_by_what_is_free() -> None:

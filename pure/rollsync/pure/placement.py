@@ -7,12 +7,13 @@ nodes join; and every answer names what is needed and what there is, in the same
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from rollsync.pure.config import MasterConfig, TransferQueuePlaneConfig, WorkerResources
+from rollsync.pure.refit.routes import plan_routes
 
 CPU, GPU = "CPU", "GPU"
 """What Ray calls them."""
@@ -143,6 +144,43 @@ def workers_by_host(placed_on: Sequence[str], nodes: Sequence[ClusterNode]) -> t
     hosts = {node.node_id: node.host for node in nodes}
     counts = Counter(hosts[node_id] for node_id in placed_on)
     return tuple(counts[hosts[node_id]] for node_id in placed_on)
+
+
+def places_near_policy(
+    policy: Sequence[ClusterNode], places: Sequence[ClusterNode]
+) -> tuple[int, ...]:
+    """Which of the engines' places each engine takes: as many routes as possible stay in a node,
+    and of the others as many as possible in a host.
+
+    Args:
+        policy: the node of each policy worker, at least one.
+        places: the node of each place for an engine, at least one. Any engine can have any.
+    """
+    table = plan_routes(len(policy), len(places)).unwrap()
+    feeders = [policy[route.sender.rank] for route in table.routes]
+    place_of: dict[int, int] = {}
+    free: Sequence[int] = range(len(places))
+    for site in (_node_of, _host_of, _anywhere):
+        there: dict[str, deque[int]] = {}
+        for place in free:
+            there.setdefault(site(places[place]), deque()).append(place)
+        for engine, feeder in enumerate(feeders):
+            if engine not in place_of and (near := there.get(site(feeder))):
+                place_of[engine] = near.popleft()
+        free = sorted(set(range(len(places))).difference(place_of.values()))
+    return tuple(place_of[engine] for engine in range(len(places)))
+
+
+def _node_of(node: ClusterNode) -> str:
+    return node.node_id
+
+
+def _host_of(node: ClusterNode) -> str:
+    return node.host
+
+
+def _anywhere(node: ClusterNode) -> str:
+    return ""
 
 
 def describe_needs(needs: Sequence[WorkerNeed]) -> str:

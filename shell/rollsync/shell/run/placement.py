@@ -30,6 +30,7 @@ from rollsync.pure.placement import (
     describe_nodes,
     local_cpus,
     missing_for_workers,
+    places_near_policy,
     worker_needs,
     workers_by_host,
 )
@@ -74,7 +75,8 @@ def connected(config: MasterConfig) -> Iterator[None]:
 
 
 class WorkerPlacement:
-    """What the cluster has set aside for each worker of a run.
+    """What the cluster has set aside for each worker of a run. An engine is as near as it can be to
+    the policy worker that feeds it.
 
     Args:
         group: one bundle for each of `needs`, in their order.
@@ -92,10 +94,11 @@ class WorkerPlacement:
         policy_workers: int,
     ) -> None:
         self._group = group
-        self._policy_workers = policy_workers
         self._needs = needs
         self._nodes = nodes
         self._hosts = workers_by_host([node.node_id for node in nodes], nodes)
+        places = places_near_policy(nodes[:policy_workers], nodes[policy_workers:])
+        self._engine_bundles = tuple(policy_workers + place for place in places)
 
     def policy_options(self, rank: int) -> dict[str, object]:
         """Options of a policy worker's actor."""
@@ -103,7 +106,7 @@ class WorkerPlacement:
 
     def engine_options(self, index: int) -> dict[str, object]:
         """Options of an engine's actor. An engine that takes a dead one's place takes these too."""
-        return self._options(self._policy_workers + index)
+        return self._options(self._engine_bundles[index])
 
     def policy_workers_on_host(self, rank: int) -> int:
         """How many workers have the host of a policy worker, itself included."""
@@ -111,7 +114,7 @@ class WorkerPlacement:
 
     def engine_workers_on_host(self, index: int) -> int:
         """How many workers have the host of an engine, itself included."""
-        return self._hosts[self._policy_workers + index]
+        return self._hosts[self._engine_bundles[index]]
 
     def policy_node(self, rank: int) -> ClusterNode:
         """Where a policy worker is."""
@@ -119,7 +122,7 @@ class WorkerPlacement:
 
     def engine_node(self, index: int) -> ClusterNode:
         """Where an engine is."""
-        return self._nodes[self._policy_workers + index]
+        return self._nodes[self._engine_bundles[index]]
 
     def _options(self, bundle: int) -> dict[str, object]:
         resources = dict(self._needs[bundle].resources)
