@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import ray
@@ -20,7 +22,9 @@ from rollsync.pure.config import (
 )
 from rollsync.shell.cli import main
 from rollsync.shell.cluster import ClusterError, cluster_nodes
+from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained
 from rollsync.shell.refit.engines.staged import HOST_LABEL
+from rollsync.shell.run.launch import run_config
 from rollsync.shell.run.placement import connected, placed_workers
 from tests.shell.run.commands import kill_when, run
 from tests.shell.run.runs import (
@@ -39,21 +43,25 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A head without CPUs, where the controller is, a node for the policy, one for rows and two
-    for engines. All are on this machine; the second engine's node is told that it is elsewhere."""
+    """A head without CPUs, where the controller is; two nodes with a place for a policy worker and
+    one for an engine, one with a place for an engine, one for rows. All are on this machine, and
+    those with workers are told that they are hosts of their own."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    cluster.add_node(num_cpus=1, resources={"trainers": 1})
     cluster.add_node(num_cpus=3, resources={"rows": 1})
-    for labels in ({}, {HOST_LABEL: "elsewhere"}):
-        cluster.add_node(num_cpus=1, resources={"engines": 1}, env_vars=labels)
+    for name, places in (
+        ("first", {"trainers": 1, "engines": 1}),
+        ("second", {"trainers": 1, "engines": 1}),
+        ("third", {"engines": 1}),
+    ):
+        cluster.add_node(num_cpus=2, resources=places, env_vars={HOST_LABEL: name})
     cluster.wait_for_nodes()
     yield cluster.address
     cluster.shutdown()
 
 
 def on_cluster(config: MasterConfig, address: str, **changes: object) -> MasterConfig:
-    """`config` with two engines, each kind of worker on nodes of its own."""
+    """`config` with two policy workers and three engines."""
     cluster = ClusterConfig(
         address=address,
         policy_worker=WorkerResources(custom={"trainers": 1}),
@@ -64,8 +72,34 @@ def on_cluster(config: MasterConfig, address: str, **changes: object) -> MasterC
     return replace(
         config,
         cluster=replace(cluster, **changes),
-        generation=replace(config.generation, engines=2),
+        grpo=replace(config.grpo, data_parallel_size=2),
+        generation=replace(config.generation, engines=3),
+        checkpoint_engine=CheckpointEngineConfig(backend="auto"),
     )
+
+
+WAYS = (
+    # The first worker feeds two engines, of which one is with it.
+    ("policy worker 0", "generation engine 0", "shm"),
+    ("policy worker 0", "generation engine 1", "nixl"),
+    ("policy worker 1", "generation engine 2", "shm"),
+)
+"""Each route of a run, and what carries it."""
+
+
+def check_places(policy: Sequence[str], engines: Sequence[str]) -> None:
+    """Every worker is on the node that `WAYS` needs it on.
+
+    Args:
+        policy: the node id of each policy worker.
+        engines: the node id of each engine.
+    """
+    trainers = {node.node_id for node in cluster_nodes() if "trainers" in node.total}
+    assert set(policy) == trainers
+    assert len(trainers) == 2
+    assert (engines[0], engines[2]) == tuple(policy)
+    (other,) = {node.node_id for node in cluster_nodes() if "engines" in node.total} - trainers
+    assert engines[1] == other
 
 
 def test_workers_are_placed_on_their_nodes(tmp_path: Path, address: str) -> None:
@@ -75,18 +109,17 @@ def test_workers_are_placed_on_their_nodes(tmp_path: Path, address: str) -> None
         return ray.get_runtime_context().get_node_id()
 
     with connected(config), placed_workers(config) as placement:
-        kinds = {
-            node.node_id: kind
-            for node in cluster_nodes()
-            for kind in ("trainers", "engines", "rows")
-            if kind in node.total
-        }
-        options = [placement.policy_options(0), *(placement.engine_options(i) for i in range(2))]
+        policy = [placement.policy_options(rank) for rank in range(2)]
+        engines = [placement.engine_options(index) for index in range(3)]
         task = ray.remote(where)
-        nodes = ray.get([task.options(**each).remote() for each in options])
-        assert [kinds[node] for node in nodes] == ["trainers", "engines", "engines"]
-        assert nodes[1] != nodes[2]
-        assert placement.policy_workers_on_host(0) == 3, "the nodes are of one machine"
+        nodes = ray.get([task.options(**each).remote() for each in (*policy, *engines)])
+        check_places(nodes[:2], nodes[2:])
+        told = [placement.policy_node(0), placement.policy_node(1)]
+        told += [placement.engine_node(index) for index in range(3)]
+        assert [node.node_id for node in told] == nodes
+        on_host = [placement.policy_workers_on_host(rank) for rank in range(2)]
+        on_host += [placement.engine_workers_on_host(index) for index in range(3)]
+        assert on_host == [5] * 5, "the nodes are of one machine"
 
 
 def test_what_the_cluster_does_not_have_is_named_at_the_deadline(
@@ -120,23 +153,71 @@ def test_what_another_job_holds_is_named_at_the_deadline(tmp_path: Path, address
 def test_a_cluster_is_checked_with_made_up_weights(
     tmp_path: Path, model_path: Path, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One engine is on the policy worker's host, the other elsewhere."""
-    config = replace(
-        on_cluster(small_config(tmp_path / "run", model_path), address),
-        checkpoint_engine=CheckpointEngineConfig(backend="auto"),
-    )
+    config = on_cluster(small_config(tmp_path / "run", model_path), address)
     assert main(["check-cluster", write_file(config)]) == 0
-    routes = [line for line in capsys.readouterr().out.splitlines() if "GB/s" in line]
-    assert len(routes) == 3, "one for each engine, one for both"
-    assert "to generation engine 1" in routes[1]
-    assert sorted(
-        way for line in routes[:2] for way in ("shm", "nixl") if f"by {way}:" in line
-    ) == [
-        "nixl",
-        "shm",
-    ]
-    assert routes[2].startswith("all routes together by nixl (1) and shm (1):")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "GB/s" in line]
+    assert len(lines) == len(WAYS) + 1
+    for line, (sender, receiver, carrier) in zip(lines, WAYS, strict=False):
+        assert line.startswith(f"{sender} (node ")
+        assert f" to {receiver} (node " in line
+        assert f") by {carrier}: " in line
+    assert lines[-1].startswith("all routes together by nixl (1) and shm (2):")
     assert not Path(config.run.directory).exists()
+
+
+@pytest.mark.timeout(300)
+def test_a_run_has_its_workers_on_nodes_of_their_own(
+    tmp_path: Path, model_path: Path, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = on_cluster(small_config(tmp_path / "run", model_path), address)
+    config = replace(config, grpo=replace(config.grpo, max_steps=2))
+    engine_pids: dict[str, int] = {}
+    seen: list[Sequence[ActorPlace]] = []
+
+    def look(entry: JournalEntry) -> None:
+        if isinstance(entry, EngineChanged) and entry.pid is not None:
+            engine_pids[entry.engine] = entry.pid
+        if isinstance(entry, StepTrained):
+            seen.append(places_of_actors())
+
+    with caplog.at_level(logging.INFO, logger="rollsync.shell.refit.synchronizer"):
+        outcome = run_config(config, listener=look)
+    assert outcome.completed
+    closed_account(config)
+    explained = [text for text in caplog.messages if text.startswith("policy ")]
+    assert [text.partition(":")[0] for text in explained] == [
+        f"policy {sender[-1]} to rollout {receiver[-1]} by {carrier}"
+        for sender, receiver, carrier in WAYS
+    ]
+    assert len(seen) == 2
+    with connected(config):
+        nodes = {node.node_id: node.total for node in cluster_nodes()}
+    for actors in seen:
+        node_of = {actor.pid: actor.node_id for actor in actors}
+        policy = [actor.node_id for actor in actors if actor.kind == "GrpoPolicyWorker"]
+        engines = [node_of[engine_pids[f"engine-{index}"]] for index in range(3)]
+        # Shared memory is the proof of which policy worker is with which engine.
+        assert sorted(policy) == sorted([engines[0], engines[2]])
+        assert len({*policy, *engines}) == 3
+        assert all("trainers" in nodes[node] for node in policy)
+        assert "trainers" not in nodes[engines[1]]
+
+
+class ActorPlace(NamedTuple):
+    """An actor that lives."""
+
+    kind: str
+    pid: int
+    node_id: str
+
+
+def places_of_actors() -> list[ActorPlace]:
+    """Where the run's actors are, as the cluster says."""
+    return [
+        ActorPlace(each["ActorClassName"], each["Pid"], each["Address"]["NodeID"])
+        for each in ray._private.state.actors().values()
+        if each["State"] == "ALIVE"
+    ]
 
 
 @pytest.mark.slow
@@ -144,12 +225,11 @@ def test_a_cluster_is_checked_with_made_up_weights(
 def test_a_run_over_several_nodes_is_killed_and_resumed(
     tmp_path: Path, model_path: Path, address: str
 ) -> None:
-    """The controller, the policy, the rows and each engine are on nodes of their own, and the
-    weights go to one engine over shared memory, to the other over NIXL."""
+    """The controller, the policy workers, the rows and each engine are on nodes of their own, and
+    the weights go to some engines over shared memory, to others over NIXL."""
     config = replace(
         on_cluster(small_config(tmp_path / "run", model_path), address),
         data_plane=TransferQueuePlaneConfig(node_resource="rows"),
-        checkpoint_engine=CheckpointEngineConfig(backend="auto"),
     )
     kill_when(config, saved_between_two_steps)
     code, said = run(config)
