@@ -154,7 +154,7 @@ def places_near_policy(
 
     Args:
         policy: the node of each policy worker, at least one.
-        places: the node of each place for an engine, at least one. Any engine can have any.
+        places: the node of each place for an engine, at least one. The places are alike.
     """
     table = plan_routes(len(policy), len(places)).unwrap()
     feeders = [policy[route.sender.rank] for route in table.routes]

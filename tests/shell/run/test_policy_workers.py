@@ -64,11 +64,12 @@ def kill_after_step(step: int, orders: Path, moment: str, rank: int, config: Mas
     assert f"policy worker {rank} is gone" in ended.why
 
 
-def run_to_the_end(config: MasterConfig, orders: Path) -> None:
+def run_to_the_end(config: MasterConfig, orders: Path) -> list[str]:
+    """The prompts that the run ended with, every one accounted for."""
     run_here(config, orders, never)
     state, _ = closed_account(config)
-    assert ended_prompts(state) == all_prompts()
     check_steps_count_on(entries_of(config))
+    return ended_prompts(state)
 
 
 @pytest.mark.timeout(300)
@@ -77,7 +78,7 @@ def test_a_workers_death_stops_the_run_by_its_rank_and_the_next_start_resumes(
 ) -> None:
     config = two_workers(tmp_path / "run", model_path, engines=1)
     kill_after_step(2, orders, GRADIENTS, 1, config)
-    run_to_the_end(config, orders)
+    assert run_to_the_end(config, orders) == all_prompts()
 
 
 @pytest.mark.slow
@@ -88,9 +89,9 @@ def test_a_run_whose_workers_were_killed_ends_with_the_same_bits(
     killed = two_workers(tmp_path / "killed", model_path, engines=3)
     kill_after_step(1, orders, GRADIENTS, 1, killed)
     kill_after_step(3, orders, SENDING, 0, killed)
-    run_to_the_end(killed, orders)
+    assert run_to_the_end(killed, orders) == all_prompts()
     whole = two_workers(tmp_path / "whole", model_path, engines=1)
-    run_to_the_end(whole, orders)
+    assert run_to_the_end(whole, orders) == all_prompts()
     assert weights_of(killed) == weights_of(whole)
 
 
@@ -105,4 +106,7 @@ def test_each_worker_can_be_killed_at_any_moment(
     kill_after_step(2, orders, COMMITTING, 1, config)
     kill_after_step(3, orders, SENDING, 1, config)
     kill_after_step(4, orders, SAVING, 0, config)
-    run_to_the_end(replace(config, grpo=replace(config.grpo, data_parallel_size=1)), orders)
+    assert (
+        run_to_the_end(replace(config, grpo=replace(config.grpo, data_parallel_size=1)), orders)
+        == all_prompts()
+    )

@@ -141,13 +141,16 @@ def weights_digest(module: torch.nn.Module) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this address; None where it has no IPv4 one of that kind."""
+    """The network interface with this IPv4 address, if there is one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, _GET_ADDRESS, _REQUEST.pack(name.encode()))
-            except OSError:
-                continue  # It has no IPv4 address.
-            if socket.inet_ntoa(answer[_ADDRESS]) == address:
-                return name
-    return None
+        names = (name for _, name in socket.if_nameindex())
+        return next((name for name in names if _address_of(name, asking) == address), None)
+
+
+def _address_of(interface: str, asking: socket.socket) -> str | None:
+    """The IPv4 address of an interface, if it has one."""
+    try:
+        answer = fcntl.ioctl(asking, _GET_ADDRESS, _REQUEST.pack(interface.encode()))
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[_ADDRESS])
