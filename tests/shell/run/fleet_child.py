@@ -14,7 +14,7 @@ import ray
 from rollsync.pure.refit.fleet.state import EnginePhase
 from rollsync.shell.config import read_config
 from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained
-from rollsync.shell.rollout.clients import WorkersLost
+from rollsync.shell.rollout.errors import WorkersLost
 from tests.shell.refit.conftest import ENVIRONMENT
 from tests.shell.run.fleet_runs import run_here
 from tests.shell.run.killable import ENGINE_MOMENTS, order

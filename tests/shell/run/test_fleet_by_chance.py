@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from rollsync.pure.refit.fleet.state import EnginePhase
 from rollsync.pure.rollout.sampler import BuiltInSampler, InOrderSampler, WindowedSampler
 from rollsync.shell.journal import EngineChanged, Resumed, StepTrained
-from rollsync.shell.rollout.clients import WorkersLost
+from rollsync.shell.rollout.errors import WorkersLost
 from tests.shell.run.fleet_child import ENOUGH
 from tests.shell.run.fleet_runs import endless_config
 from tests.shell.run.runs import (
