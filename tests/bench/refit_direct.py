@@ -63,7 +63,7 @@ class End:
 
     def raw_read(self, process: int, address: int) -> None:
         """Read the other end's flat memory."""
-        read_memory(process, [(address, FLAT_BYTES)], [(self._other.data_ptr(), FLAT_BYTES)])
+        read_memory(process, [address, FLAT_BYTES], [self._other.data_ptr(), FLAT_BYTES])
 
     def prepare(self, checksum: bool) -> dict[str, object]:
         """Make an engine; its metadata."""

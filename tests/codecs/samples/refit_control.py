@@ -116,6 +116,9 @@ SAMPLES: Final = {
             ),
         )
     ),
+    "hashed": control.ControlMessage(
+        body=control.TensorHashed(offer=LARGEST, checksum="0123456789abcdef")
+    ),
     "taken": control.ControlMessage(body=control.TensorsTaken(offer=LARGEST)),
     "ended": control.ControlMessage(
         body=control.StreamEnded(buckets=1, tensors=2, payload_bytes=LARGEST, digest="ab")

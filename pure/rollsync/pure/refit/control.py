@@ -204,7 +204,8 @@ class OfferedTensor(Struct, frozen=True, kw_only=True, gc=False):
     address: int
     size_bytes: int
     checksum: str | None
-    """XXH3, 64 bits, hexadecimal, of the regions of its destination; None without checksums."""
+    """XXH3, 64 bits, hexadecimal, of the regions of its destination; None without checksums, and
+    for a last tensor whose checksum follows in `TensorHashed`."""
 
 
 class TensorsOffered(Struct, frozen=True, kw_only=True, tag="tensors_offered"):
@@ -217,6 +218,14 @@ class TensorsOffered(Struct, frozen=True, kw_only=True, tag="tensors_offered"):
     memory: MemoryKind
     device: int
     tensors: tuple[OfferedTensor, ...]
+
+
+class TensorHashed(Struct, frozen=True, kw_only=True, tag="tensor_hashed"):
+    """The checksum of the last tensor of the newest offer, which is so large that receivers begin
+    to read before it is hashed."""
+
+    offer: int
+    checksum: str
 
 
 class TensorsTaken(Struct, frozen=True, kw_only=True, tag="tensors_taken"):
@@ -267,6 +276,7 @@ ControlBody = (
     | DestinationsAnswered
     | DestinationsReported
     | TensorsOffered
+    | TensorHashed
     | TensorsTaken
     | StreamEnded
     | StreamAccepted

@@ -4,6 +4,7 @@ Rule kept here: what is sent is what a checkpoint of the module would hold: para
 persistent buffers, tied ones once, under their first name, with the other names declared.
 """
 
+import functools
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final
@@ -17,6 +18,7 @@ WEIGHT_VERSION_NAME: Final = "rollsync.weight_version"
 """The name under which a stream's first item carries the trainer version, as one int64."""
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Torch's own name of an element type, without the module."""
     return str(dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ from rollsync.shell.refit.engines import sending
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium
+from rollsync.shell.refit.engines.nixl_direct import OtherRegisteredMemory
 from rollsync.shell.refit.engines.nixl_memory import NixlMedium, RegisteredBuffers
 from rollsync.shell.refit.engines.process_memory import OtherMemory
 from rollsync.shell.refit.engines.staged import StagedEngine
@@ -78,6 +79,8 @@ DIRECT_SENDER: Final = (
     "sends TensorsOffered",
     "sent TensorsOffered",
     "sent TensorsOffered 2",
+    "sends TensorHashed",
+    "sent TensorHashed",
     "received TensorsTaken",
 )
 """Where a sender dies that is read from directly."""
@@ -99,6 +102,12 @@ QUICK: Final = frozenset(
     {BEFORE_IT, "hands over", "sent BucketFilled", "takes over", "fetches", "loads three_buckets"}
 )
 """The moments of the default tests where each takes a second; the others are slow tests."""
+
+
+DIRECT_QUICK: Final = frozenset(
+    {"sends ProbeOffered", "sent TensorsOffered 2", "sends TensorHashed", "reads directly 2"}
+)
+"""The same of those in which something is read directly."""
 
 
 class Death:
@@ -131,7 +140,8 @@ def arrange(death: Death) -> None:
         (NixlMedium, "take_over", "takes over"),
         (SharedBuffers, "fetch", "fetches"),
         (NixlMedium, "fetch", "fetches"),
-        (OtherMemory, "read", "reads directly"),
+        (OtherMemory, "start", "reads directly"),
+        (OtherRegisteredMemory, "start", "reads directly"),
         (StagedEngine, "finalize", FINALIZES),
     ):
         setattr(owner, name, _telling(getattr(owner, name), death, moment))

@@ -14,20 +14,22 @@ from rollsync.pure.refit.direct import destinations_of
 from rollsync.pure.refit.load_plan import Copy, Region, SeenParameter, SeenTensor, plan_load
 from rollsync.shell.refit.engines import create_checkpoint_engine
 from rollsync.shell.refit.engines.direct import Destinations
-from rollsync.shell.refit.engines.errors import PeerFailed
+from rollsync.shell.refit.engines.direct_sending import DirectSender
+from rollsync.shell.refit.engines.errors import PeerFailed, PeerRefused
 from rollsync.shell.refit.engines.packing import StreamError
 from rollsync.shell.refit.engines.staged import StagedEngine
 
 BUCKET_BYTES = 4096
+BACKENDS = ["shm", "nixl", "auto"]
 
 
 class Ends:
     """One policy and one rollout engine in this process, and the rollout's parameters."""
 
-    def __init__(self, checksum: bool) -> None:
+    def __init__(self, backend: str, checksum: bool) -> None:
         options = {"direct": True, "checksum": checksum, "refit_timeout_s": 20.0}
         made = [
-            create_checkpoint_engine("shm", bucket_size_bytes=BUCKET_BYTES, engine_kwargs=options)
+            create_checkpoint_engine(backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs=options)
             for _ in range(2)
         ]
         self.engines = [each for each in made if isinstance(each, StagedEngine)]
@@ -83,8 +85,8 @@ class Ends:
 
 
 @contextmanager
-def ends(*, checksum: bool = True) -> Iterator[Ends]:
-    made = Ends(checksum)
+def ends(backend: str, *, checksum: bool = True) -> Iterator[Ends]:
+    made = Ends(backend, checksum)
     yield made
     for engine in made.engines:
         engine.finalize()
@@ -101,9 +103,15 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.mark.parametrize("checksum", [True, False])
-def test_what_is_known_is_read_and_the_rest_is_handed_out(checksum: bool) -> None:
-    with ends(checksum=checksum) as both:
+def test_what_is_known_is_read_and_the_rest_is_handed_out(backend: str, checksum: bool) -> None:
+    with ends(backend, checksum=checksum) as both:
         for _ in range(3):
             sent = weights()
             _, names = both.stream(list(sent.items()))
@@ -113,16 +121,16 @@ def test_what_is_known_is_read_and_the_rest_is_handed_out(checksum: bool) -> Non
             assert torch.equal(both.cut, sent["o"][:, 30:])
 
 
-def test_a_tensor_of_another_form_goes_through_the_buckets() -> None:
-    with ends() as both:
+def test_a_tensor_of_another_form_goes_through_the_buckets(backend: str) -> None:
+    with ends(backend) as both:
         sent = {**weights(), "q": torch.randn(600, 4).t(), "k": torch.randn(4, 600).double()}
         _, names = both.stream(list(sent.items()))
         assert names == ["version", "q", "norm", "k", "last"]
         assert list(both.destinations.arrived) == ["o"]
 
 
-def test_without_destinations_everything_is_handed_out() -> None:
-    with ends() as both:
+def test_without_destinations_everything_is_handed_out(backend: str) -> None:
+    with ends(backend) as both:
         both.engines[1].read_into(None)
         kept, both.destinations = both.destinations, None  # type: ignore[assignment]
         sent = weights()
@@ -131,8 +139,22 @@ def test_without_destinations_everything_is_handed_out() -> None:
         assert both.stream(list(sent.items()))[1] == ["version", "norm", "last"]
 
 
-def test_memory_that_an_iterator_uses_again_is_an_error_of_both_ends() -> None:
-    with ends() as both:
+def test_a_stream_does_not_end_without_a_late_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: object) -> None:
+        pass
+
+    with ends("shm") as both:
+        both.stream(list(weights().items()))
+        monkeypatch.setattr(DirectSender, "_send_checksums", nothing)
+        monkeypatch.setattr(DirectSender, "end", nothing)
+        sender, receiver = both.stream([("q", torch.randn(4, 600))])
+        assert isinstance(sender, PeerFailed)
+        assert isinstance(receiver, PeerRefused)
+        assert "no checksum" in str(receiver)
+
+
+def test_memory_that_an_iterator_uses_again_is_an_error_of_both_ends(backend: str) -> None:
+    with ends(backend) as both:
         one = torch.randn(4, 600)
         sender, receiver = both.stream([("q", one), ("k", one)])
         assert isinstance(sender, StreamError)

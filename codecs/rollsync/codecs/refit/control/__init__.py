@@ -68,6 +68,7 @@ def _body(wire: v2.ControlBody) -> control.ControlBody:
             | v2.DestinationsAnswered()
             | v2.DestinationsReported()
             | v2.TensorsOffered()
+            | v2.TensorHashed()
             | v2.TensorsTaken()
         ):
             return direct.body_from_wire(wire)

@@ -14,6 +14,7 @@ DirectBody = (
     | v2.DestinationsAnswered
     | v2.DestinationsReported
     | v2.TensorsOffered
+    | v2.TensorHashed
     | v2.TensorsTaken
 )
 
@@ -59,6 +60,8 @@ def body_from_wire(wire: DirectBody) -> control.ControlBody:
                 device=wire.device,
                 tensors=tuple(_offered(each) for each in wire.tensors),
             )
+        case v2.TensorHashed():
+            return control.TensorHashed(offer=wire.offer, checksum=wire.checksum)
         case v2.TensorsTaken():
             return control.TensorsTaken(offer=wire.offer)
         case _:

@@ -145,6 +145,13 @@ class TensorsOffered(Wire, frozen=True, kw_only=True, tag="tensors_offered"):
     tensors: tuple[OfferedTensor, ...]
 
 
+class TensorHashed(Wire, frozen=True, kw_only=True, tag="tensor_hashed"):
+    """The checksum of the last of them."""
+
+    offer: Natural
+    checksum: str
+
+
 class TensorsTaken(Wire, frozen=True, kw_only=True, tag="tensors_taken"):
     """They have been read."""
 
@@ -169,6 +176,7 @@ ControlBody = (
     | DestinationsAnswered
     | DestinationsReported
     | TensorsOffered
+    | TensorHashed
     | TensorsTaken
     | v1.StreamEnded
     | v1.StreamAccepted

@@ -4,7 +4,7 @@ A policy worker with receivers of both kinds packs each bucket once: into shared
 registered with NIXL as well, which the ones map and the others read from afar.
 
 Rules kept here: `rollsync.pure.refit.choose_engine` decides, for both ends from the same metadata;
-and NIXL is started only by a worker with a route that needs it.
+and NIXL is started only by a worker with a route that needs it, unless that was asked for.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from rollsync.pure.refit import EngineChoice, PolicyWorker, RolloutWorker, Route
 from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
 from rollsync.shell.refit.engines.base import RoutingEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
+from rollsync.shell.refit.engines.direct import DirectMemory
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium, check_shared_memory
 from rollsync.shell.refit.engines.nixl import NixlEnd
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
 from rollsync.shell.refit.engines.nixl_memory import RegisteredBuffers
+from rollsync.shell.refit.engines.process_memory import process_memory
 from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
 
 
@@ -38,6 +40,10 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
             which other hosts reach it.
         refit_timeout_s: how long one wait for the other end may take.
         checksum: check every bucket with XXH3.
+        direct: read tensors straight from the policy's memory into the parameters, over either way;
+            see the `shm` engine.
+        preinit: start NIXL's agent now and not when it turns out that a route needs it, as that
+            takes about a second.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -51,17 +57,29 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         backend_name: str = "UCX",
         backend_init_params: Mapping[str, object] | None = None,
         bind_address: str | None = None,
+        preinit: bool = False,
         refit_timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = True,
+        direct: bool = False,
         release_after_refit: bool = False,
     ) -> None:
         check_shared_memory(self.backend)
         del release_after_refit
-        super().__init__(bucket_size, refit_timeout_s=refit_timeout_s, checksum=checksum)
         self._nixl = NixlEnd(device, backend_name, backend_init_params)
+        super().__init__(
+            bucket_size,
+            refit_timeout_s=refit_timeout_s,
+            checksum=checksum,
+            direct=self._both_ways(refit_timeout_s) if direct else None,
+        )
         self._bind_address = bind_address
         self._on_host: Listener | None = None
         self._choices: tuple[EngineChoice, ...] = ()
+        if preinit:
+            self._nixl.agent()
+
+    def _both_ways(self, timeout_s: float) -> DirectMemory:
+        return DirectMemory(on_host=process_memory(), over_network=self._nixl.direct(timeout_s))
 
     @property
     def choices(self) -> tuple[EngineChoice, ...]:

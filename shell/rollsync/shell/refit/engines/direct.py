@@ -1,24 +1,39 @@
 """What the ends of a stream need where a receiver reads tensors straight into its parameters.
 
+How one process's memory is read by another is a `DirectWay`: over the kernel inside a host
+(`process_memory`), over NIXL between hosts (`nixl_direct`). All else is the same for both.
+
 Rules kept here: what is read, and where to, comes from the receiver's own load plan, and nothing
 that a sender says changes it; a sender keeps what it has offered as it is until it is taken.
 """
 
 from __future__ import annotations
 
+import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
-import xxhash
 
 from rollsync.pure.refit.control import Destination, MemoryKind, ProbeOffered, TensorsOffered
 from rollsync.pure.refit.direct import destinations_digest, spec_of
-from rollsync.pure.refit.load_plan import Copy
+from rollsync.pure.refit.load_plan import Copy, Region
 from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
+from rollsync.shell.refit.engines.direct_reads import ReadBatch, Strip, UnfinishedRead
+from rollsync.shell.refit.load_recorder import bytes_of
+
+
+class Target(NamedTuple):
+    """What is read of one tensor, and where to."""
+
+    size_bytes: int
+    """Of the whole tensor."""
+    strips: tuple[Strip, ...]
+    is_hashed: bool
+    """Whether anything of it is read, so that there is a checksum."""
 
 
 class Destinations:
@@ -39,18 +54,44 @@ class Destinations:
         self.wanted = tuple(wanted)
         self.by_name = {each.name: each for each in wanted}
         self.digest = destinations_digest(self.wanted)
+        self.parameters = parameters
         self.arrived: dict[str, int] = {}
         """The names that were read in this stream, with the bytes of the tensors."""
         self._copies = copies
-        self._parameters = parameters
+        self._targets: dict[str, Target] = {}
 
-    def copies(self, name: str) -> list[tuple[Copy, torch.Tensor]]:
-        """What is read of a tensor, each with the parameter that it is read into."""
-        return [(copy, self._parameters[copy.parameter]) for copy in self._copies[name]]
+    def target(self, name: str) -> Target:
+        """What is read of a tensor that is wanted; made once, as it costs as much as reading."""
+        found = self._targets.get(name)
+        if found is None:
+            strips = tuple(
+                _strip(copy, self.parameters[copy.parameter]) for copy in self._copies[name]
+            )
+            destination = self.by_name[name]
+            found = Target(spec_of(destination).tensor_bytes, strips, bool(destination.regions))
+            self._targets[name] = found
+        return found
 
     def note_arrival(self, name: str) -> None:
         """All that is read of a tensor has been read."""
-        self.arrived[name] = spec_of(self.by_name[name]).tensor_bytes
+        self.arrived[name] = self.target(name).size_bytes
+
+
+def _strip(copy: Copy, parameter: torch.Tensor) -> Strip:
+    run = min(copy.source.run_bytes, copy.target.run_bytes)
+    return Strip(
+        source=copy.source.offset,
+        address=parameter.data_ptr() + copy.target.offset,
+        run_bytes=run,
+        runs=copy.source.total_bytes // run if run else 0,
+        source_stride=_stride(copy.source, run),
+        target_stride=_stride(copy.target, run),
+        on_device=None if parameter.is_cpu else bytes_of(parameter, Region(0, parameter.nbytes))[0],
+    )
+
+
+def _stride(region: Region, run: int) -> int:
+    return run if region.runs == 1 else region.stride_bytes
 
 
 class DirectEngine(CheckpointEngine):
@@ -66,42 +107,38 @@ class DirectEngine(CheckpointEngine):
         """Take the destinations of the next stream; None: everything is handed out in batches."""
 
 
-@dataclass(frozen=True)
-class Read:
-    """One copy of an offered tensor to do.
+class MemoryPlace(NamedTuple):
+    """What memory a tensor is in, in a receiver's words."""
 
-    Attributes:
-        address: first byte of the tensor, in the sender's address space.
-        copy: what is read of it.
-        parameter: where to.
-        checksum: takes what has been read, in order; None without checksums.
-    """
+    memory: MemoryKind
+    device: int
 
-    address: int
-    copy: Copy
-    parameter: torch.Tensor
-    checksum: xxhash.xxh3_64 | None
+
+HOST = MemoryPlace("DRAM", 0)
 
 
 class ReadableMemory(Protocol):
     """A sender's own memory, as its receivers read it."""
 
-    memory: MemoryKind
-    device: int
+    def begin(self) -> None:
+        """A stream begins."""
 
-    def admit(self, channel: ControlChannel) -> None:
-        """Let the receiver at the other end read."""
+    def admit(self, channel: ControlChannel) -> ProbeOffered:
+        """Let the receiver at the other end read; some bytes for it to try that with."""
 
-    def probe(self) -> ProbeOffered:
-        """Some bytes to try it with."""
+    def declined(self, channel: ControlChannel) -> None:
+        """The receiver reads nothing in this stream, and may not have kept what it was told."""
 
-    def can_expose(self, tensor: torch.Tensor) -> bool:
-        """Whether receivers can read this tensor where it is."""
+    def place_of(self, tensor: torch.Tensor) -> MemoryPlace | None:
+        """Where receivers read this tensor, which is now made readable; None: they cannot."""
 
-    def expose(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
-        """Make tensors readable; what readers have to be told of that."""
+    def news_for(self, channel: ControlChannel) -> bytes | None:
+        """What the receiver has to be told before it can read what was made readable."""
 
-    def withdraw(self) -> None:
+    def settle(self) -> None:
+        """Something was taken, and may be gone by now."""
+
+    def withdraw(self, *, failed: bool) -> None:
         """Let nobody read any more: the stream is over."""
 
     def release(self) -> None:
@@ -111,16 +148,29 @@ class ReadableMemory(Protocol):
 class RemoteMemory(Protocol):
     """The sender's memory, as one of its receivers reads it."""
 
-    def can_write(self, parameter: torch.Tensor) -> bool:
-        """Whether this memory can be read into that of a parameter."""
+    slice_bytes: int
+    """Best read at once where it is hashed afterwards, while it is in the processor's cache."""
+    unhashed_slice_bytes: int
+    """The same where it is not."""
+    most_runs: int
+    """How many runs can be read at once."""
 
-    async def meet(self, channel: ControlChannel, probe: ProbeOffered) -> bool:
-        """Whether the sender's memory can be read."""
+    async def meet(
+        self, channel: ControlChannel, probe: ProbeOffered, parameters: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether the sender's memory can be read, and into these."""
 
-    async def read(
-        self, channel: ControlChannel, offered: TensorsOffered, reads: Sequence[Read]
-    ) -> None:
-        """Do these reads.
+    def look_at(self, channel: ControlChannel, offered: TensorsOffered) -> None:
+        """Take note of an offer, of which something is read next.
+
+        Raises:
+            PeerRefused: there is no such memory.
+        """
+
+    def start(
+        self, channel: ControlChannel, offered: TensorsOffered, batch: ReadBatch
+    ) -> UnfinishedRead | None:
+        """Begin to read; None when it is done already.
 
         Raises:
             TransferError: the sender is gone, or has no such memory.
@@ -130,27 +180,85 @@ class RemoteMemory(Protocol):
         """Give back what is reserved for reading."""
 
 
+class WantedTensor(NamedTuple):
+    """A destination as a sender compares its tensors with it."""
+
+    shape: torch.Size
+    dtype: str
+    regions: tuple[Region, ...]
+
+
 class KnownDestinations:
     """The destinations that receivers have reported, by digest; the newest few."""
 
     def __init__(self) -> None:
-        self._known: dict[str, dict[str, Destination]] = {}
+        self._known: dict[str, dict[str, WantedTensor]] = {}
 
-    def get(self, digest: str) -> dict[str, Destination] | None:
+    def get(self, digest: str) -> dict[str, WantedTensor] | None:
         """By tensor, if they were reported."""
         return self._known.get(digest)
 
-    def learn(self, digest: str, reported: Sequence[Destination], most: int) -> None:
+    def learn(
+        self, digest: str, reported: Sequence[Destination], most: int
+    ) -> dict[str, WantedTensor]:
         """Keep them, and forget the oldest of more than `most`."""
-        self._known[digest] = {each.name: each for each in reported}
+        learned = self._known[digest] = {
+            each.name: WantedTensor(torch.Size(each.shape), each.dtype, each.regions)
+            for each in reported
+        }
         while len(self._known) > most:
             del self._known[next(iter(self._known))]
+        return learned
 
 
 @dataclass(frozen=True)
-class DirectMemory:
-    """Both ends' ways to memory, of which a worker uses one."""
+class DirectWay:
+    """Both ends of a way to another process's memory, of which a worker uses one."""
 
     own: ReadableMemory
     other: RemoteMemory
-    known: KnownDestinations = field(default_factory=KnownDestinations)
+
+
+class DirectMemory:
+    """The ways that an engine has.
+
+    Args:
+        on_host: to processes that connect inside this host.
+        over_network: to all others.
+    """
+
+    def __init__(
+        self, *, on_host: DirectWay | None = None, over_network: DirectWay | None = None
+    ) -> None:
+        self._on_host = on_host
+        self._over_network = over_network
+        self.known = KnownDestinations()
+
+    def way(self, channel: ControlChannel) -> DirectWay | None:
+        """That to the process at the other end."""
+        is_local = channel.connection.family == socket.AF_UNIX
+        return self._on_host if is_local else self._over_network
+
+    def withdraw(self, *, failed: bool) -> None:
+        """Let nobody read any more: the stream is over."""
+        for way in self._ways():
+            way.own.withdraw(failed=failed)
+
+    def release(self) -> None:
+        """Give back everything."""
+        for way in self._ways():
+            way.other.release()
+            way.own.release()
+
+    def _ways(self) -> list[DirectWay]:
+        return [way for way in (self._on_host, self._over_network) if way is not None]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is its contents in row-major order."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.nbytes > 0
+    )

@@ -2,31 +2,40 @@
 
 Rules kept here: a tensor is offered only when every receiver reads it itself, and is hashed before
 the iterator that made it goes on; it is kept alive until every receiver has taken it; and what is
-kept is bounded by the window, unless one tensor alone is larger.
+kept is bounded by the window, unless one tensor alone is larger. Receivers begin to read such a one
+while it is hashed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import xxhash
 
 from rollsync.pure.refit.control import (
-    Destination,
     DestinationsAnswered,
     DestinationsOffered,
     DestinationsReported,
     OfferedTensor,
+    TensorHashed,
     TensorsOffered,
     TensorsTaken,
 )
-from rollsync.pure.refit.direct import destinations_digest, spec_of
+from rollsync.pure.refit.direct import destinations_digest
 from rollsync.pure.refit.load_plan import Region
 from rollsync.shell.refit.engines.channel import ControlChannel
-from rollsync.shell.refit.engines.direct import KnownDestinations, ReadableMemory
+from rollsync.shell.refit.engines.direct import (
+    DirectMemory,
+    KnownDestinations,
+    MemoryPlace,
+    ReadableMemory,
+    WantedTensor,
+)
+from rollsync.shell.refit.engines.direct_reads import memory_at, on_host
 from rollsync.shell.refit.engines.packing import StreamError
 from rollsync.shell.refit.load_recorder import bytes_of
 from rollsync.shell.refit.weights import dtype_name
@@ -35,23 +44,29 @@ LARGEST_OFFER_BYTES = 8 << 20
 """Of a few tensors: receivers begin to read while the next ones are hashed."""
 
 
+Places = tuple[MemoryPlace, ...]
+
+
 @dataclass
 class _Line:
     """One receiver."""
 
     channel: ControlChannel
-    destinations: dict[str, Destination] = field(default_factory=dict)
+    memory: int
+    """Index of the sender's memory as it reads it."""
+    destinations: dict[str, WantedTensor]
     taken: int = 0
     """How many offers it has taken."""
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A tensor that waits to be offered."""
+class _Item(NamedTuple):
+    """A tensor that waits to be offered, or to be taken."""
 
     name: str
     tensor: torch.Tensor
     checksums: dict[tuple[Region, ...], str]
+    address: int
+    size_bytes: int
 
 
 class DirectSender:
@@ -59,26 +74,21 @@ class DirectSender:
 
     Args:
         memory: this worker's memory.
-        known: what receivers have reported in earlier streams.
         window_bytes: how much may be offered and not taken.
         checksum: whether offers carry one.
     """
 
-    def __init__(
-        self,
-        memory: ReadableMemory,
-        known: KnownDestinations,
-        *,
-        window_bytes: int,
-        checksum: bool,
-    ) -> None:
-        self._memory = memory
-        self._known = known
+    def __init__(self, memory: DirectMemory, *, window_bytes: int, checksum: bool) -> None:
+        self._ways = memory
+        self._known: KnownDestinations = memory.known
         self._window_bytes = window_bytes
         self._offer_bytes = min(LARGEST_OFFER_BYTES, max(window_bytes // 4, 1))
         self._checksum = checksum
         self._lines: list[_Line] = []
+        self._memories: list[ReadableMemory] = []
         self._waiting: list[_Item] = []
+        self._places: Places = ()
+        """Where those that wait are, for each memory."""
         self._waiting_bytes = 0
         # What was offered and not taken by all, oldest first.
         self._offered: deque[list[_Item]] = deque()
@@ -91,20 +101,27 @@ class DirectSender:
         """Agree with every receiver on what it reads."""
         for channel in channels:
             channel.stage, channel.tensor = "agreed on what is read directly", ""
-            self._memory.admit(channel)
-            await channel.send(self._memory.probe())
+            way = self._ways.way(channel)
+            if way is None:
+                raise channel.refused("a connection that memory cannot be read over")
+            if way.own not in self._memories:
+                self._memories.append(way.own)
+                way.own.begin()
+            await channel.send(way.own.admit(channel))
             answer, _ = await channel.receive()
             if not isinstance(answer, DestinationsOffered):
                 raise channel.unexpected(answer)
-            line = _Line(channel)
-            if answer.digest is not None:
-                line.destinations = await self._destinations(channel, answer.digest, len(channels))
-            self._lines.append(line)
+            destinations: dict[str, WantedTensor] = {}
+            if answer.digest is None:
+                way.own.declined(channel)
+            else:
+                destinations = await self._destinations(channel, answer.digest, len(channels))
+            self._lines.append(_Line(channel, self._memories.index(way.own), destinations))
             channel.set_aside(TensorsTaken)
 
     async def _destinations(
         self, channel: ControlChannel, digest: str, receivers: int
-    ) -> dict[str, Destination]:
+    ) -> dict[str, WantedTensor]:
         known = self._known.get(digest)
         await channel.send(DestinationsAnswered(known=known is not None))
         if known is not None:
@@ -114,44 +131,56 @@ class DirectSender:
             raise channel.unexpected(reported)
         if destinations_digest(reported.destinations) != digest:
             raise channel.refused("destinations of another digest than it announced")
-        self._known.learn(digest, reported.destinations, receivers)
-        return self._known.get(digest) or {}
+        return self._known.learn(digest, reported.destinations, receivers)
 
-    def takes(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether every receiver reads this tensor itself, as it is.
+    def places_of(self, name: str, tensor: torch.Tensor) -> Places | None:
+        """Where the receivers read this tensor; None if not all of them do so themselves.
 
         Raises:
             StreamError: it lies where one lies that is still to be read.
         """
-        if tensor.nbytes and tensor.data_ptr() in self._kept:
+        if self._kept and tensor.data_ptr() in self._kept and tensor.nbytes:
             raise StreamError(
                 f"tensor {name!r} lies where another one of the stream lies that is being read",
                 remedy="yield weights that stay as they are, or leave the engine's direct off",
             )
-        return (
-            bool(self._lines)
-            and all(_suits(line.destinations.get(name), tensor) for line in self._lines)
-            and self._memory.can_expose(tensor)
-        )
+        for line in self._lines:
+            wanted = line.destinations.get(name)
+            if (
+                wanted is None
+                or wanted.shape != tensor.shape
+                or wanted.dtype != dtype_name(tensor.dtype)
+            ):
+                return None
+        places: list[MemoryPlace] = []
+        for memory in self._memories:
+            place = memory.place_of(tensor)
+            if place is None:
+                return None
+            places.append(place)
+        return tuple(places) or None
 
     @property
     def has_offered_nothing(self) -> bool:
         """Whether no tensor was put yet."""
         return not self._offers and not self._waiting
 
-    async def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Offer a tensor that `takes` said yes to, soon."""
-        checksums: dict[tuple[Region, ...], str] = {}
-        if self._checksum:
-            for line in self._lines:
-                regions = line.destinations[name].regions
-                if regions and regions not in checksums:
-                    checksums[regions] = _checksum(tensor, regions)
-        self._waiting.append(_Item(name, tensor.detach(), checksums))
-        self._waiting_bytes += tensor.nbytes
-        self._kept.add(tensor.data_ptr())
+    async def put(self, name: str, tensor: torch.Tensor, places: Places) -> None:
+        """Offer a tensor, which is in these places, soon."""
+        size_bytes = tensor.nbytes
+        if self._waiting and places != self._places:
+            await self._offer()
+        self._places = places
+        is_late = self._checksum and size_bytes > self._window_bytes
+        checksums = self._checksums(name, tensor) if self._checksum and not is_late else {}
+        item = _Item(name, tensor.detach(), checksums, tensor.data_ptr(), size_bytes)
+        self._waiting.append(item)
+        self._waiting_bytes += size_bytes
+        self._kept.add(item.address)
         if self._waiting_bytes >= self._offer_bytes:
             await self._offer()
+        if is_late:
+            await self._send_checksums(name, self._checksums(name, tensor))
 
     async def end(self) -> None:
         """Offer the rest, and wait until everything is taken."""
@@ -160,32 +189,45 @@ class DirectSender:
         while self._offered:
             await self._await_taken()
 
+    def _checksums(self, name: str, tensor: torch.Tensor) -> dict[tuple[Region, ...], str]:
+        """One for each set of regions that a receiver reads, unless it reads nothing."""
+        found: dict[tuple[Region, ...], str] = {}
+        for line in self._lines:
+            regions = line.destinations[name].regions
+            if regions and regions not in found:
+                found[regions] = _checksum(tensor, regions)
+        return found
+
+    async def _send_checksums(self, name: str, checksums: dict[tuple[Region, ...], str]) -> None:
+        for line in self._lines:
+            checksum = checksums.get(line.destinations[name].regions)
+            if checksum is not None:
+                await line.channel.send(TensorHashed(offer=self._offers - 1, checksum=checksum))
+
     async def _offer(self) -> None:
         while self._offered and self._offered_bytes + self._waiting_bytes > self._window_bytes:
             await self._await_taken()
         items, self._waiting = self._waiting, []
-        agent = self._memory.expose([item.tensor for item in items])
         for line in self._lines:
             line.channel.stage, line.channel.tensor = "offered tensors", items[0].name
-            await line.channel.send(self._offer_for(line, items, agent))
+            await line.channel.send(self._offer_for(line, items))
         self._offers += 1
         self._offered.append(items)
         self._offered_bytes += self._waiting_bytes
         self._waiting_bytes = 0
 
-    def _offer_for(
-        self, line: _Line, items: Sequence[_Item], agent: bytes | None
-    ) -> TensorsOffered:
+    def _offer_for(self, line: _Line, items: Sequence[_Item]) -> TensorsOffered:
+        place = self._places[line.memory]
         return TensorsOffered(
             offer=self._offers,
-            agent=agent,
-            memory=self._memory.memory,
-            device=self._memory.device,
+            agent=self._memories[line.memory].news_for(line.channel),
+            memory=place.memory,
+            device=place.device,
             tensors=tuple(
                 OfferedTensor(
                     name=item.name,
-                    address=item.tensor.data_ptr(),
-                    size_bytes=item.tensor.nbytes,
+                    address=item.address,
+                    size_bytes=item.size_bytes,
                     checksum=item.checksums.get(line.destinations[item.name].regions),
                 )
                 for item in items
@@ -203,20 +245,18 @@ class DirectSender:
                     raise line.channel.unexpected(body)
                 line.taken += 1
         items = self._offered.popleft()
-        self._offered_bytes -= sum(item.tensor.nbytes for item in items)
-        self._kept.difference_update(item.tensor.data_ptr() for item in items)
-
-
-def _suits(destination: Destination | None, tensor: torch.Tensor) -> bool:
-    if destination is None:
-        return False
-    spec = spec_of(destination)
-    return spec.shape == tuple(tensor.shape) and spec.dtype == dtype_name(tensor.dtype)
+        self._offered_bytes -= sum(item.size_bytes for item in items)
+        self._kept.difference_update(item.address for item in items)
+        items.clear()
+        for memory in self._memories:
+            memory.settle()
 
 
 def _checksum(tensor: torch.Tensor, regions: Sequence[Region]) -> str:
     checksum = xxhash.xxh3_64()
     for region in regions:
-        part: memoryview = bytes_of(tensor, region).contiguous().view(-1).cpu().numpy().data
-        checksum.update(part)
+        if tensor.is_cpu and region.runs == 1:
+            checksum.update(memory_at(tensor.data_ptr() + region.offset, region.run_bytes))
+        else:
+            checksum.update(on_host(bytes_of(tensor, region)))
     return checksum.hexdigest()

@@ -13,8 +13,10 @@ from typing import ClassVar
 import torch
 
 from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
+from rollsync.shell.refit.engines.direct import DirectMemory, DirectWay
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
+from rollsync.shell.refit.engines.nixl_direct import nixl_way
 from rollsync.shell.refit.engines.nixl_memory import NixlMedium, RegisteredBuffers, reserve_region
 from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
 
@@ -56,6 +58,10 @@ class NixlEnd:
         region = reserve_region(BUFFERS, buffer_bytes, self._device, own=own)
         return RegisteredBuffers(self.agent(), region)
 
+    def direct(self, timeout_s: float) -> DirectWay:
+        """The way past the buffers."""
+        return nixl_way(self.agent, timeout_s)
+
     def stop(self) -> None:
         """End the agent; all buffers have been given back."""
         self._agent = None
@@ -75,6 +81,8 @@ class NixlCheckpointEngine(StagedEngine):
         refit_timeout_s: how long one wait for the other end may take.
         checksum: check every bucket with XXH3. A bucket in a device's memory is copied to the host
             for that.
+        direct: read tensors straight from the policy's memory into the parameters; see the `shm`
+            engine.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -91,11 +99,17 @@ class NixlCheckpointEngine(StagedEngine):
         preinit: bool = False,
         refit_timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = True,
+        direct: bool = False,
         release_after_refit: bool = False,
     ) -> None:
         del release_after_refit
-        super().__init__(bucket_size, refit_timeout_s=refit_timeout_s, checksum=checksum)
         self._end = NixlEnd(device, backend_name, backend_init_params)
+        super().__init__(
+            bucket_size,
+            refit_timeout_s=refit_timeout_s,
+            checksum=checksum,
+            direct=DirectMemory(over_network=self._end.direct(refit_timeout_s)) if direct else None,
+        )
         self._bind_address = bind_address
         if preinit:
             self._end.agent()

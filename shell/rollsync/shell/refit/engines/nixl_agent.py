@@ -9,20 +9,56 @@ from __future__ import annotations
 
 import importlib
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
 import torch
 
 from rollsync.shell.refit.errors import RefitConfigurationError, RefitError
 
 if TYPE_CHECKING:
-    from nixl_cu12._api import Registered, TransferHandle, nixl_agent, nixl_agent_config
+    from nixl_cu12._api import (
+        Descriptors,
+        Registered,
+        TransferHandle,
+        nixl_agent,
+        nixl_agent_config,
+    )
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 """Where the package's API may be: the PyPI packages differ by CUDA version."""
 
 MemoryKind = Literal["DRAM", "VRAM"]
+
+
+@dataclass(frozen=True)
+class MemoryRegion:
+    """Memory that is registered, or may be.
+
+    Attributes:
+        device: its index; 0 for the host.
+    """
+
+    kind: MemoryKind
+    device: int
+    address: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RunsOf:
+    """Runs of bytes in memory of one kind.
+
+    Attributes:
+        runs: address and bytes of each, in turn.
+    """
+
+    kind: MemoryKind
+    device: int
+    runs: Sequence[int]
 
 
 class NixlError(RefitError):
@@ -31,6 +67,10 @@ class NixlError(RefitError):
 
 class RegistrationError(RefitError):
     """A transfer buffer could not be registered with NIXL; none stays registered."""
+
+
+class UnknownMemory(NixlError):
+    """Nobody has registered the memory that was to be read, or it is not known here."""
 
 
 class NixlAgent:
@@ -44,6 +84,8 @@ class NixlAgent:
     def __init__(self, backend_name: str, backend_params: Mapping[str, str]) -> None:
         api = _api()
         self._backend_name = backend_name
+        self._met: Counter[str] = Counter()
+        """How many here know each other agent."""
         # NIXL's own progress thread polls without a pause, so it would take a whole core from
         # packing or loading; `progress` is called instead where this process waits.
         configuration = api.nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -94,21 +136,78 @@ class NixlAgent:
                 ) from error
         return done
 
+    def register_region(self, region: MemoryRegion) -> Registered:
+        """Register memory that is not a transfer buffer.
+
+        Raises:
+            NixlError: it cannot be.
+        """
+        try:
+            return self._agent.register_memory(
+                [(region.address, region.size_bytes, region.device, "")],
+                mem_type=region.kind,
+                backends=[self._backend_name],
+            )
+        except Exception as error:
+            raise NixlError(
+                f"{region.size_bytes} bytes cannot be registered with NIXL: {error}"
+            ) from error
+
     def deregister(self, registered: Sequence[Registered]) -> None:
         """Undo `register`."""
         for each in registered:
             self._agent.deregister_memory(each)
 
+    def metadata_of(self, regions: Sequence[MemoryRegion]) -> bytes:
+        """What another agent that knows this one needs to read these registered regions."""
+        if len({each.kind for each in regions}) != 1:
+            return self.metadata
+        descriptors = self._agent.get_reg_descs(
+            [(each.address, each.size_bytes, each.device, "") for each in regions],
+            mem_type=regions[0].kind,
+        )
+        return self._agent.get_partial_agent_metadata(descriptors, False, [self._backend_name])
+
     def meet(self, metadata: bytes) -> str:
-        """Learn of another agent; its name."""
+        """Learn of another agent, or of more that it has registered; its name."""
+        name = self._add(metadata)
+        self._met[name] += 1
+        return name
+
+    def learn_more(self, peer: str, metadata: bytes) -> None:
+        """Learn of more that an agent which was met has registered."""
+        if self._add(metadata) != peer:
+            raise NixlError(f"what came as metadata of {peer} is another agent's")
+
+    def learn_anew(self, peer: str, metadata: bytes) -> None:
+        """Learn what an agent which was met has registered now, and forget what it had."""
+        self._remove(peer)
+        self.learn_more(peer, metadata)
+
+    def forget(self, peer: str) -> None:
+        """Forget another agent, which may be dead, unless somebody else here has met it."""
+        if self._met[peer] > 1:
+            self._met[peer] -= 1
+        elif self._met.pop(peer, 0):
+            self._remove(peer)
+
+    def lose(self, peer: str) -> None:
+        """Forget another agent, whoever has met it: nothing can be read from it any more."""
+        if self._met.pop(peer, 0):
+            self._remove(peer)
+
+    def knows(self, peer: str) -> bool:
+        """Whether it was met and neither forgotten nor lost."""
+        return self._met[peer] > 0
+
+    def _add(self, metadata: bytes) -> str:
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise NixlError(f"NIXL does not take the sender's metadata: {error}") from error
         return name.decode() if isinstance(name, bytes) else name
 
-    def forget(self, peer: str) -> None:
-        """Forget another agent, which may be dead."""
+    def _remove(self, peer: str) -> None:
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
@@ -123,33 +222,54 @@ class NixlAgent:
         """
         address, device, kind = source
         target_kind, target_device = memory_of(target)
+        return self.read_runs(
+            peer,
+            RunsOf(kind, device, [address, target.nbytes]),
+            RunsOf(target_kind, target_device, [target.data_ptr(), target.nbytes]),
+        )
+
+    def read_runs(self, peer: str, source: RunsOf, target: RunsOf) -> Read:
+        """Begin to read many runs of bytes at once.
+
+        Args:
+            source: of the peer's memory.
+            target: of registered memory, as many runs, each as long as that of the source.
+
+        Raises:
+            UnknownMemory: no registered memory has them.
+        """
         try:
             handle = self._agent.initialize_xfer(
                 "READ",
-                self._agent.get_xfer_descs(
-                    [(target.data_ptr(), target.nbytes, target_device)], mem_type=target_kind
-                ),
-                self._agent.get_xfer_descs([(address, target.nbytes, device)], mem_type=kind),
+                self._descriptors(target),
+                self._descriptors(source),
                 peer,
                 b"",
                 [self._backend_name],
             )
+        except Exception as error:
+            raise UnknownMemory(f"NIXL cannot read that of {peer}: {error}") from error
+        try:
             state = self._agent.transfer(handle)
         except Exception as error:
+            self._agent.release_xfer_handle(handle)
             raise NixlError(f"NIXL cannot read from {peer}: {error}") from error
-        return Read(self._agent, handle, state, target)
+        return Read(self._agent, handle, state)
+
+    def _descriptors(self, runs: RunsOf) -> Descriptors:
+        pairs = np.array(runs.runs, dtype=np.uint64).reshape(-1, 2)
+        rows = np.full((len(pairs), 3), runs.device, dtype=np.uint64)
+        rows[:, :2] = pairs
+        return self._agent.get_xfer_descs(rows, mem_type=runs.kind)
 
 
 class Read:
     """A read that was begun."""
 
-    def __init__(
-        self, agent: nixl_agent, handle: TransferHandle, state: str, target: torch.Tensor
-    ) -> None:
+    def __init__(self, agent: nixl_agent, handle: TransferHandle, state: str) -> None:
         self._agent = agent
         self._handle = handle
         self._state = state
-        self.target = target
 
     def is_done(self) -> bool:
         """Whether all bytes have arrived.

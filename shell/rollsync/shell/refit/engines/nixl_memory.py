@@ -140,7 +140,10 @@ class NixlMedium:
 
     def knows(self, memory_id: str) -> bool:
         """Whether these are the sender's buffers of the last stream."""
-        return self._sender is not None and self._sender.memory_id == memory_id
+        sender = self._sender
+        return (
+            sender is not None and sender.memory_id == memory_id and self._agent.knows(sender.agent)
+        )
 
     async def take_over(self, channel: ControlChannel, hello: Hello) -> NixlMedium:
         """Learn where the sender's buffers are, unless they are known."""
@@ -161,7 +164,7 @@ class NixlMedium:
                 stage="connected",
                 remedy="create both sides' engines with one bucket size",
             )
-        with _as_loss(channel):
+        with as_loss(channel):
             # NIXL connects here, and a sender that died since it offered is not there any more.
             agent = self._agent.meet(offered.agent)
         self._sender = _Sender(hello.memory_id, agent, offered)
@@ -179,7 +182,7 @@ class NixlMedium:
         offered = sender.offered
         source = (offered.addresses[0] + first_byte, offered.device, offered.memory)
         target = self.region.memory[first_byte : first_byte + size]
-        with _as_loss(channel):
+        with as_loss(channel):
             self._reads[first_byte] = self._agent.read(sender.agent, source, target)
 
     async def fetch(self, channel: ControlChannel, first_byte: int) -> None:
@@ -191,32 +194,10 @@ class NixlMedium:
         """
         read = self._reads.get(first_byte)
         if read is not None:
-            with _as_loss(channel):
-                await self._finished(channel, read)
+            with as_loss(channel):
+                await arrival(channel, read, self._timeout_s)
             del self._reads[first_byte]
             read.release()
-
-    async def _finished(self, channel: ControlChannel, read: Read) -> None:
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        paused = begun
-        while not read.is_done():
-            now = loop.time()
-            if now - paused < SPIN_S:
-                continue
-            # This core may be what moves the bytes, so it rests only when they take long.
-            await asyncio.sleep(PAUSE_S if now - begun > PATIENCE_S else 0)
-            paused = now
-            if channel.has_ended():
-                raise channel.lost()
-            if now - begun > self._timeout_s:
-                raise TransferTimeout(
-                    f"a bucket of {channel.peer} could not be read in {self._timeout_s:g} s",
-                    rank=channel.rank,
-                    stage=channel.stage,
-                    tensor=channel.tensor,
-                    remedy="check the network; raise refit_timeout_s if it is only slow",
-                )
 
     def release(self) -> None:
         """Forget the sender, and give this worker's buffers back."""
@@ -239,6 +220,36 @@ class NixlMedium:
                 self._agent.forget(name)
 
 
+async def arrival(channel: ControlChannel, read: Read, timeout_s: float) -> None:
+    """Wait until a read has come.
+
+    Raises:
+        NixlError: it will not.
+        PeerLost: the sender is gone.
+        TransferTimeout: it takes too long.
+    """
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    paused = begun
+    while not read.is_done():
+        now = loop.time()
+        if now - paused < SPIN_S:
+            continue
+        # This core may be what moves the bytes, so it rests only when they take long.
+        await asyncio.sleep(PAUSE_S if now - begun > PATIENCE_S else 0)
+        paused = now
+        if channel.has_ended():
+            raise channel.lost()
+        if now - begun > timeout_s:
+            raise TransferTimeout(
+                f"memory of {channel.peer} could not be read in {timeout_s:g} s",
+                rank=channel.rank,
+                stage=channel.stage,
+                tensor=channel.tensor,
+                remedy="check the network; raise refit_timeout_s if it is only slow",
+            )
+
+
 class _Sender:
     """The sender whose buffers are known."""
 
@@ -249,7 +260,7 @@ class _Sender:
 
 
 @contextlib.contextmanager
-def _as_loss(channel: ControlChannel) -> Iterator[None]:
+def as_loss(channel: ControlChannel) -> Iterator[None]:
     """What NIXL cannot read any more is lost; see `PeerLost`."""
     try:
         yield

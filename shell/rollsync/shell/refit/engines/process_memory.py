@@ -7,6 +7,7 @@ lost but speed.
 
 from __future__ import annotations
 
+import array
 import ctypes
 import errno
 import logging
@@ -14,25 +15,19 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
-import xxhash
 
-from rollsync.pure.refit.control import MemoryKind, ProbeOffered, TensorsOffered
-from rollsync.pure.refit.load_plan import Copy, Region
+from rollsync.pure.refit.control import ProbeOffered, TensorsOffered
 from rollsync.shell.refit.engines.channel import ControlChannel
-from rollsync.shell.refit.engines.direct import Read
+from rollsync.shell.refit.engines.direct import HOST, DirectWay, MemoryPlace, is_plain
+from rollsync.shell.refit.engines.direct_reads import ReadBatch
 
 logger = logging.getLogger(__name__)
 
-_SLICE_BYTES: Final = 1 << 20
-"""Read at once: what is hashed then is still in the processor's cache."""
-_MOST_RUNS: Final = 1024
-"""The kernel's limit for one call."""
 _PROBE_BYTES: Final = 16
 _PTRACER: Final = 0x59616D61
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -50,46 +45,47 @@ _libc.process_vm_readv.argtypes = [
 ]
 
 
+def process_memory() -> DirectWay:
+    """The way between processes of one host."""
+    return DirectWay(OwnMemory(), OtherMemory())
+
+
 class OwnMemory:
     """This process's memory, as receivers on this host read it."""
-
-    memory: MemoryKind = "DRAM"
-    device = 0
 
     def __init__(self) -> None:
         self._probe = ctypes.create_string_buffer(secrets.token_bytes(_PROBE_BYTES), _PROBE_BYTES)
         self._admitted: set[int] = set()
 
-    def admit(self, channel: ControlChannel) -> None:
-        """Let the receiver read where the Yama security module would forbid it."""
-        if not _YAMA.exists():
-            return
-        self._admitted.add(_process_of(channel.connection))
-        # The kernel takes one process; for several it has to be every one of this user.
-        tracer = next(iter(self._admitted)) if len(self._admitted) == 1 else -1
-        _libc.prctl(_PTRACER, ctypes.c_ulong(tracer & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
+    def begin(self) -> None:
+        """Nothing to do."""
 
-    def probe(self) -> ProbeOffered:
-        """Some random bytes of this process's."""
+    def admit(self, channel: ControlChannel) -> ProbeOffered:
+        """Let the receiver read where the Yama security module would forbid it."""
+        if _YAMA.exists():
+            self._admitted.add(_process_of(channel.connection))
+            # The kernel takes one process; for several it has to be every one of this user.
+            tracer = next(iter(self._admitted)) if len(self._admitted) == 1 else -1
+            _libc.prctl(_PTRACER, ctypes.c_ulong(tracer & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
         return ProbeOffered(
             agent=None, address=ctypes.addressof(self._probe), contents=self._probe.raw
         )
 
-    def can_expose(self, tensor: torch.Tensor) -> bool:
-        """Any ordinary tensor in this host's memory."""
-        return (
-            tensor.device.type == "cpu"
-            and tensor.layout == torch.strided
-            and tensor.is_contiguous()
-            and not (tensor.is_conj() or tensor.is_neg())
-            and tensor.nbytes > 0
-        )
+    def declined(self, channel: ControlChannel) -> None:
+        """It was told nothing."""
 
-    def expose(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
-        """Nothing to do."""
+    def place_of(self, tensor: torch.Tensor) -> MemoryPlace | None:
+        """Any ordinary tensor in this host's memory can be read as it is."""
+        return HOST if tensor.is_cpu and is_plain(tensor) else None
+
+    def news_for(self, channel: ControlChannel) -> bytes | None:
+        """An address is all that a receiver needs."""
         return None
 
-    def withdraw(self) -> None:
+    def settle(self) -> None:
+        """Nothing is kept."""
+
+    def withdraw(self, *, failed: bool) -> None:
         """Let nobody read any more."""
         if self._admitted:
             self._admitted.clear()
@@ -102,19 +98,24 @@ class OwnMemory:
 class OtherMemory:
     """The memory of the process at the other end of a connection."""
 
-    def can_write(self, parameter: torch.Tensor) -> bool:
-        """Whether it is in this host's memory."""
-        return parameter.device.type == "cpu"
+    slice_bytes = 1 << 20
+    unhashed_slice_bytes = 4 << 20
+    most_runs = 1024
+    """The kernel's limit for one call."""
 
-    async def meet(self, channel: ControlChannel, probe: ProbeOffered) -> bool:
-        """Whether the probe can be read."""
+    async def meet(
+        self, channel: ControlChannel, probe: ProbeOffered, parameters: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether the probe can be read, and the parameters are in this host's memory."""
+        if not all(each.is_cpu for each in parameters):
+            return False
         size = len(probe.contents)
         found = ctypes.create_string_buffer(size)
         try:
             read_memory(
                 _process_of(channel.connection),
-                [(probe.address, size)],
-                [(ctypes.addressof(found), size)],
+                [probe.address, size],
+                [ctypes.addressof(found), size],
             )
         except OSError as error:
             logger.warning(
@@ -126,113 +127,56 @@ class OtherMemory:
             return False
         return found.raw == probe.contents
 
-    async def read(
-        self, channel: ControlChannel, offered: TensorsOffered, reads: Sequence[Read]
-    ) -> None:
-        """Do these reads.
+    def look_at(self, channel: ControlChannel, offered: TensorsOffered) -> None:
+        """Check that it is memory of this host."""
+        if MemoryPlace(offered.memory, offered.device) != HOST or offered.agent is not None:
+            raise channel.refused("an offer of memory that is not this host's")
+
+    def start(self, channel: ControlChannel, offered: TensorsOffered, batch: ReadBatch) -> None:
+        """Read.
 
         Raises:
             PeerLost: the sender is gone.
             PeerRefused: it has no such memory.
         """
-        process = _process_of(channel.connection)
         try:
-            batch = _Batch(process)
-            for read in reads:
-                batch.add(read)
-            batch.flush()
+            read_memory(_process_of(channel.connection), batch.remote, batch.local)
         except OSError as error:
             if error.errno == errno.ESRCH or channel.has_ended():
                 raise channel.lost() from error
             raise channel.refused(
                 f"an offer of memory that cannot be read ({error.strerror})"
             ) from error
-        if channel.has_ended():
-            # Its number may be another process's by now.
-            raise channel.lost()
 
     def release(self) -> None:
         """Nothing is reserved."""
 
 
-class _Batch:
-    """Reads that the kernel is asked for at once, and then hashed while they are in the cache."""
-
-    def __init__(self, process: int) -> None:
-        self._process = process
-        self._remote: list[tuple[int, int]] = []
-        self._local: list[tuple[int, int]] = []
-        self._hashed: list[tuple[xxhash.xxh3_64, memoryview]] = []
-        self._bytes = 0
-
-    def add(self, read: Read) -> None:
-        """Do a read, now or with the next ones."""
-        base = read.parameter.data_ptr()
-        flat: torch.Tensor = read.parameter.detach().reshape(-1)
-        contents: memoryview = flat.view(torch.uint8).numpy().data
-        for source, target, size in _pieces(read.copy):
-            if len(self._remote) == _MOST_RUNS or self._bytes + size > _SLICE_BYTES:
-                self.flush()
-            self._remote.append((read.address + source, size))
-            self._local.append((base + target, size))
-            self._bytes += size
-            if read.checksum is not None:
-                self._hashed.append((read.checksum, contents[target : target + size]))
-
-    def flush(self) -> None:
-        """Do what was added.
-
-        Raises:
-            OSError: the kernel refuses, or there is no such memory.
-        """
-        if self._remote:
-            read_memory(self._process, self._remote, self._local)
-        for checksum, contents in self._hashed:
-            checksum.update(contents)
-        self._remote.clear()
-        self._local.clear()
-        self._hashed.clear()
-        self._bytes = 0
-
-
-def _pieces(copy: Copy) -> Iterator[tuple[int, int, int]]:
-    """A copy in pieces: where each begins in the source and in the target, and its bytes."""
-    run = min(copy.source.run_bytes, copy.target.run_bytes)
-    if not run:
-        return
-    source, target = copy.source.offset, copy.target.offset
-    for _ in range(copy.source.total_bytes // run):
-        for first in range(0, run, _SLICE_BYTES):
-            yield source + first, target + first, min(_SLICE_BYTES, run - first)
-        source += _stride(copy.source, run)
-        target += _stride(copy.target, run)
-
-
-def _stride(region: Region, run: int) -> int:
-    return run if region.runs == 1 else region.stride_bytes
-
-
-def read_memory(
-    process: int, remote: Sequence[tuple[int, int]], local: Sequence[tuple[int, int]]
-) -> None:
+def read_memory(process: int, remote: Sequence[int], local: Sequence[int]) -> None:
     """Read another process's memory.
 
     Args:
         process: its number.
-        remote: address and bytes of each run there, as many as the kernel takes at once.
+        remote: address and bytes of each run there, in turn, as many runs as the kernel takes at
+            once.
         local: the same here.
 
     Raises:
         OSError: the kernel refuses, or there is no such memory.
     """
-    theirs, ours = np.array(remote, dtype=np.uint64), np.array(local, dtype=np.uint64)
+    theirs, ours = array.array("Q", remote), array.array("Q", local)
     read = _libc.process_vm_readv(
-        process, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0
+        process,
+        ours.buffer_info()[0],
+        len(ours) // 2,
+        theirs.buffer_info()[0],
+        len(theirs) // 2,
+        0,
     )
     if read < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    if read != int(theirs[:, 1].sum()):
+    if read != sum(remote[1::2]):
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
 

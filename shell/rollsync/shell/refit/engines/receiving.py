@@ -24,6 +24,7 @@ from rollsync.pure.refit.control import (
     StreamAccepted,
     StreamBegins,
     StreamEnded,
+    TensorHashed,
     TensorsOffered,
 )
 from rollsync.shell.refit.engines.addresses import Listener
@@ -107,7 +108,7 @@ class _Arrivals:
         self._announced_bytes = 0
         self._released = 0
         # What is announced and not handed on yet; of these, how many are being read.
-        self._coming: deque[BucketFilled | TensorsOffered | StreamEnded] = deque()
+        self._coming: deque[BucketFilled | TensorsOffered | TensorHashed | StreamEnded] = deque()
         self._started = 0
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
@@ -117,7 +118,7 @@ class _Arrivals:
             if isinstance(part, StreamEnded):
                 self._check_end(part)
                 return
-            if isinstance(part, TensorsOffered):
+            if isinstance(part, TensorsOffered | TensorHashed):
                 await self._take_directly(part)
                 continue
             self._check_contents(part)
@@ -129,12 +130,12 @@ class _Arrivals:
                 yield whole
             await self._release(self._unpacker.settle())
 
-    async def _take_directly(self, offered: TensorsOffered) -> None:
+    async def _take_directly(self, news: TensorsOffered | TensorHashed) -> None:
         if self._direct is None:
-            raise self._channel.unexpected(offered)
-        await self._direct.take(self._channel, offered)
+            raise self._channel.unexpected(news)
+        await self._direct.take(self._channel, news)
 
-    async def _next(self) -> BucketFilled | TensorsOffered | StreamEnded:
+    async def _next(self) -> BucketFilled | TensorsOffered | TensorHashed | StreamEnded:
         """The next part, which has come."""
         channel = self._channel
         if not self._coming:
@@ -168,7 +169,7 @@ class _Arrivals:
     def _note(self, body: ControlBody, message: bytes) -> None:
         """Check an announcement against those before it."""
         ended = bool(self._coming) and isinstance(self._coming[-1], StreamEnded)
-        if isinstance(body, StreamEnded | TensorsOffered) and not ended:
+        if isinstance(body, StreamEnded | TensorsOffered | TensorHashed) and not ended:
             self._coming.append(body)
             return
         if not isinstance(body, BucketFilled) or ended:
@@ -203,6 +204,8 @@ class _Arrivals:
 
     def _check_end(self, ended: StreamEnded) -> None:
         self._unpacker.check_complete()
+        if self._direct is not None:
+            self._direct.check_end(self._channel)
         received = StreamEnded(
             buckets=self._buckets,
             tensors=self._unpacker.tensors,

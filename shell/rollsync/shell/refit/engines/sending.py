@@ -111,12 +111,13 @@ class SendingStream:
         name: str,
         tensor: torch.Tensor,
     ) -> None:
-        if self._direct is not None and self._direct.takes(name, tensor):
+        places = None if self._direct is None else self._direct.places_of(name, tensor)
+        if self._direct is not None and places is not None:
             if self._direct.has_offered_nothing:
                 # The weight version comes first, and with it the receiver's update begins.
                 for outlet in outlets:
                     await outlet.flush()
-            await self._direct.put(name, tensor)
+            await self._direct.put(name, tensor, places)
             return
         for outlet in outlets:
             await outlet.put(declared, name, tensor)

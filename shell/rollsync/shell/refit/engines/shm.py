@@ -16,7 +16,7 @@ from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.direct import DirectMemory
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium, check_shared_memory
-from rollsync.shell.refit.engines.process_memory import OtherMemory, OwnMemory
+from rollsync.shell.refit.engines.process_memory import process_memory
 from rollsync.shell.refit.engines.staged import (
     BUFFERS,
     DEFAULT_TIMEOUT_S,
@@ -56,7 +56,7 @@ class ShmCheckpointEngine(StagedEngine):
             bucket_size,
             refit_timeout_s=refit_timeout_s,
             checksum=checksum,
-            direct=DirectMemory(OwnMemory(), OtherMemory()) if direct else None,
+            direct=DirectMemory(on_host=process_memory()) if direct else None,
         )
 
     def _listen(self) -> Listener:

@@ -235,11 +235,15 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             declaration=self._expectation.declaration,
             direct=self._direct_sender(),
         )
+        if self._direct is None:
+            await stream.send(self._receivers, weights)
+            return
+        failed = True
         try:
             await stream.send(self._receivers, weights)
+            failed = False
         finally:
-            if self._direct is not None:
-                self._direct.own.withdraw()
+            self._direct.withdraw(failed=failed)
 
     def receive_weight_batches(self) -> AsyncGenerator[Batch, None]:
         """Receive one stream: each batch is valid until the next is asked for.
@@ -272,8 +276,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         if self._direct is None or not self._peers_read_directly:
             return None
         return DirectSender(
-            self._direct.own,
-            self._direct.known,
+            self._direct,
             window_bytes=BUFFERS * self._bucket_bytes,
             checksum=self._checksum,
         )
@@ -281,7 +284,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
     def _direct_reader(self) -> DirectReader | None:
         if self._direct is None or not self._peers_read_directly:
             return None
-        return DirectReader(self._direct.other, self._destinations, self._checksum)
+        return DirectReader(self._direct, self._destinations, self._checksum)
 
     def finalize(self) -> None:
         """Stop listening and give back all buffers."""
@@ -294,6 +297,8 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         if self._feeder is not None:
             self._feeder.close()
             self._feeder = None
+        if self._direct is not None:
+            self._direct.release()
         self._release_memory()
         self._receivers = ()
         self._destinations = None
