@@ -178,7 +178,8 @@ class LateLiar:
         async def sends(channel: ControlChannel, body: ControlBody) -> bytes:
             return await send(channel, self._body if isinstance(body, TensorHashed) else body)
 
-        ControlChannel.send = sends  # type: ignore[method-assign]
+        for name, method in (("send", sends),):
+            setattr(ControlChannel, name, method)
 
 
 UNREADABLE = "memory that cannot be read"
