@@ -4,9 +4,9 @@
 to a rollout process on another, which loads every tensor into memory of its own. In each round all
 ways run once, one after the other, so that they meet the same load. Ratios are of median rates.
 
-The gloo side broadcasts tensor by tensor, the Ray side puts all tensors as one object and gets it;
-both load too. The raw NIXL read is one descriptor and loads nothing. The memory copy is of one
-thread in the policy process; the one on both cores is such a copy in each process at a time.
+The other ways are in `refit_peers`. The memory copy is of one thread in the policy process; the one
+on both cores is such a copy in each process at a time. The bare copies are what a way with buffers
+in shared memory cannot be faster than.
 
 "Layers" is the model without its embedding, of which every tensor fits the buffers; larger and
 smaller models of the same shapes show how the time grows.
@@ -19,33 +19,31 @@ import os
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
 import ray
 import torch
-import torch.distributed
+from ray.experimental.collective import create_collective_group
 
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
-from rollsync.shell.refit.engines.nixl_agent import NixlAgent, memory_of
 from tests.bench.measure import machine, write_results
 from tests.bench.refit_direct import direct_rows
+from tests.bench.refit_peers import MIB, RAW_READ_BYTES, Peer, Reference, Weights
 
-MIB = 1 << 20
 ROUNDS = 3
 BUCKETS_MIB = (1, 4, 8, 12, 64)
 VARIANT_MIB = 12
 """Two such buckets hold two of the model's largest matrices; variants are measured with these."""
 GROWTH_MIB = (64, 256, 1024, 4096)
-RAW_READ_BYTES = 512 * MIB
 SMALL_TENSORS = 50_000
 BOTH_CORES = "memory copies on both cores"
+BARE = "bare copies through shared memory"
 Shapes = list[tuple[str, tuple[int, ...]]]
-Reference = ray.ObjectRef[Any]
 
 
 def qwen_shapes(total_bytes: int, *, embedding: bool = True) -> Shapes:
@@ -86,31 +84,20 @@ SETS: dict[str, Shapes] = {
 }
 
 
-class Worker:
+class Worker(Peer):
     """One end: the policy (rank 0) or the rollout worker (rank 1), on a core of its own."""
 
-    def __init__(self, rank: int, rendezvous: str) -> None:
+    def __init__(self, rank: int, directory: str) -> None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
-        self._rank = rank
         self._engine: CheckpointEngine | None = None
         self._weights = {
             key: {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes}
             for key, shapes in SETS.items()
         }
-        self._growing: dict[str, torch.Tensor] = {}
-        self._flat = torch.ones(RAW_READ_BYTES, dtype=torch.uint8)
-        self._other = torch.zeros(RAW_READ_BYTES, dtype=torch.uint8)
-        self._agent = NixlAgent("UCX", {})
-        self._registered = self._agent.register([self._flat])
-        self._peer = ""
-        self._address = 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.distributed.init_process_group(
-                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
-            )
+        self._growing: Weights = {}
+        super().__init__(rank, directory, self._weights["model"])
 
     def prepare(self, backend: str, bucket_bytes: int, checksum: bool) -> dict[str, object]:
         """Make an engine; its metadata."""
@@ -153,64 +140,13 @@ class Worker:
             self._engine.finalize()
             self._engine = None
 
-    def broadcast(self) -> None:
-        """The model over gloo."""
-        for tensor in self._weights["model"].values():
-            if self._rank == 0:
-                torch.distributed.broadcast(tensor, src=0)
-            else:
-                received = torch.empty_like(tensor)
-                torch.distributed.broadcast(received, src=0)
-                tensor.copy_(received)
-
-    def put(self) -> list[Reference]:
-        """The model into Ray's object store."""
-        arrays = {n: t.view(torch.int16).numpy() for n, t in self._weights["model"].items()}
-        return [ray.put(arrays)]
-
-    def get(self, references: list[Reference]) -> None:
-        """The model out of Ray's object store, loaded."""
-        arrays = ray.get(references[0])
-        with warnings.catch_warnings():
-            # What Ray gives cannot be written to; it is only read here.
-            warnings.simplefilter("ignore")
-            for name, tensor in self._weights["model"].items():
-                tensor.copy_(torch.from_numpy(arrays[name]).view(torch.bfloat16))
-
-    def offer(self) -> tuple[bytes, int]:
-        """Where the raw read reads from."""
-        return self._agent.metadata, self._flat.data_ptr()
-
-    def meet(self, offered: tuple[bytes, int]) -> None:
-        """Learn where to read from."""
-        self._peer, self._address = self._agent.meet(offered[0]), offered[1]
-
-    def serve(self, seconds: float) -> None:
-        """Answer the reader."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self._agent.progress()
-            time.sleep(0.0002)
-
-    def raw_read(self) -> None:
-        """One NIXL read of one descriptor."""
-        kind, device = memory_of(self._flat)
-        read = self._agent.read(self._peer, (self._address, device, kind), self._flat)
-        while not read.is_done():
-            pass
-        read.release()
-
-    def copy(self) -> None:
-        """One memory copy by one thread."""
-        self._other.copy_(self._flat)
-
     def _made(self) -> CheckpointEngine:
         if self._engine is None:
             raise RuntimeError("call prepare first")
         return self._engine
 
 
-async def stream(engine: CheckpointEngine, rank: int, weights: dict[str, torch.Tensor]) -> None:
+async def stream(engine: CheckpointEngine, rank: int, weights: Weights) -> None:
     """One end of one stream. Not a method: Ray would make the actor's calls coroutines."""
     if rank == 0:
         await engine.send_weights(weights.items())
@@ -245,6 +181,12 @@ Workers = list[Any]
 """Handles, whose methods are called by name."""
 
 
+def bring(workers: Workers, transport: str) -> list[Reference]:
+    """The model by one of Ray's own transports of tensors."""
+    policy, rollout = workers
+    return [rollout.load.remote(policy.tensors.options(tensor_transport=transport).remote())]
+
+
 def measure_engine(
     workers: Workers, backend: str, mib: int, key: str, times: Times, *, checksum: bool = True
 ) -> None:
@@ -263,11 +205,13 @@ def measure_engine(
 
 def measure_all() -> dict[str, Times]:
     """Every way, in turn."""
-    with tempfile.TemporaryDirectory() as directory:
-        rendezvous = f"{directory}/gloo"
-        remote: Any = ray.remote(num_cpus=0)(Worker)
-        workers: Workers = [remote.remote(rank, rendezvous) for rank in (0, 1)]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        # Ray's own types do not name the option.
+        decorate: Any = ray.remote
+        remote = decorate(num_cpus=0, enable_tensor_transport=True)(Worker)
+        workers: Workers = [remote.remote(rank, directory) for rank in (0, 1)]
         policy, rollout = workers
+        create_collective_group(workers, backend="gloo")
         ray.get(rollout.meet.remote(ray.get(policy.offer.remote())))
         found: dict[str, Times] = {}
 
@@ -282,6 +226,12 @@ def measure_all() -> dict[str, Times]:
             ray.get(serving)
             timed(lambda: [worker.broadcast.remote() for worker in workers], of("gloo broadcast"))
             timed(lambda: [rollout.get.remote(policy.put.remote())], of("Ray object store"))
+            for transport in ("gloo", "nixl"):
+                way = of(f"Ray Direct Transport, {transport}")
+                timed(partial(bring, workers, transport), way)
+            timed(lambda: [worker.bare_copies.remote() for worker in workers], of(BARE))
+            saved = of("safetensors file in shared memory")
+            timed(lambda: [rollout.load_saved.remote(policy.save.remote())], saved)
             for backend in ("shm", "nixl"):
                 for mib in BUCKETS_MIB:
                     name = f"{backend}, {mib} MiB buckets"
@@ -345,7 +295,10 @@ def rows(found: dict[str, Times]) -> list[Row]:
     for backend, against, goal in (
         ("shm", "memory copy", 0.85),
         ("shm", "Ray object store", 2.0),
+        ("shm", BARE, None),
         ("shm", "gloo broadcast", None),
+        ("shm", "Ray Direct Transport, nixl", None),
+        ("shm", "safetensors file in shared memory", None),
         ("nixl", "raw NIXL read", 0.6),
     ):
         plain = [f"{backend}, {mib} MiB buckets" for mib in BUCKETS_MIB]
