@@ -42,6 +42,7 @@ VARIANT_MIB = 12
 GROWTH_MIB = (64, 256, 1024, 4096)
 SMALL_TENSORS = 50_000
 BOTH_CORES = "memory copies on both cores"
+ONE_TENSOR, MANY_TENSORS = PER_TENSOR = ("shm, one tensor", "shm, small tensors")
 BARE = "bare copies through shared memory"
 Shapes = list[tuple[str, tuple[int, ...]]]
 
@@ -242,8 +243,8 @@ def measure_all() -> dict[str, Times]:
                     measure_engine(workers, backend, VARIANT_MIB, what, without, checksum=False)
                 name = f"{backend}, {VARIANT_MIB} MiB buckets, layers"
                 measure_engine(workers, backend, VARIANT_MIB, "layers", of(name))
-            measure_engine(workers, "shm", 4, "one tensor", of("shm, one tensor"))
-            measure_engine(workers, "shm", 4, "small tensors", of("shm, small tensors"))
+            measure_engine(workers, "shm", 4, "one tensor", of(ONE_TENSOR))
+            measure_engine(workers, "shm", 4, "small tensors", of(MANY_TENSORS))
         for mib in GROWTH_MIB:
             ray.get([worker.grow.remote(mib) for worker in workers])
             for _ in range(ROUNDS + 1):
@@ -287,7 +288,7 @@ def rows(found: dict[str, Times]) -> list[Row]:
     rate = {
         name: moved_bytes(name) / statistics.median(times.wall_s[1:]) / 1e9
         for name, times in found.items()
-        if "tensor" not in name
+        if name not in PER_TENSOR
     }
     result: list[Row] = [
         {"name": name, "value": round(value, 2), "unit": "GB/s"} for name, value in rate.items()
@@ -325,14 +326,14 @@ def memory_rows(found: dict[str, Times]) -> list[Row]:
             "unit": "MiB",
         }
         for name, times in found.items()
-        if times.reserved_bytes and "tensor" not in name
+        if times.reserved_bytes and name not in PER_TENSOR
     ]
 
 
 def tensor_rows(found: dict[str, Times]) -> list[Row]:
     """What one tensor costs, alone and among many."""
-    one = statistics.median(found["shm, one tensor"].wall_s[1:]) * 1e3
-    small = found["shm, small tensors"]
+    one = statistics.median(found[ONE_TENSOR].wall_s[1:]) * 1e3
+    small = found[MANY_TENSORS]
     result: list[Row] = [
         {
             "name": "shm, one tensor",
