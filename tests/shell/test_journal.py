@@ -94,6 +94,14 @@ def test_a_whole_line_that_is_none_of_a_journal_is_named(tmp_path: Path, line: b
         list(read_journal(path))
 
 
+def test_nothing_but_saves_shows_that_a_line_was_durable(tmp_path: Path) -> None:
+    written(path := tmp_path / "journal.jsonl", EVERY_KIND[0])
+    others = (*EVERY_KIND[1:5], msgspec.structs.replace(SAVED, saved=False), SAVED)
+    lines = (msgspec.json.encode(JournalLine(at_s=0.0, entry=entry)) + b"\n" for entry in others)
+    path.write_bytes(path.read_bytes() + b"torn\n" + b"".join(lines))
+    assert tuple(read_journal(path)) == (EVERY_KIND[0], *others)
+
+
 def test_a_full_disk_stops_nobody_and_costs_only_the_lines_that_did_not_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

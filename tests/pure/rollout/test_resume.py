@@ -108,6 +108,25 @@ def test_each_group_is_resumed_by_what_is_left_of_it() -> None:
     assert check_invariants(after(plan.state, *plan.dispatches)) == ()
 
 
+def test_the_earliest_target_step_comes_first_whenever_it_was_handed_out() -> None:
+    state = after(fresh(stamped=True), reserve(0, 1, 2, 3))
+    state = after(state, admit(state, 2, 3))
+    state = after(state, admit(state, 0, 1))
+    plan = plan_resume(state, policy(sampler=InOrderSampler()))
+    order = ["e0p2", "e0p3", "e0p0", "e0p1"]
+    assert [group.group_id for group in plan.groups] == order
+    assert [each.group_id for each in plan.dispatches] == [each for each in order for _ in "ab"]
+
+
+def test_the_oldest_weights_come_first_where_no_step_is_stamped() -> None:
+    state = after(fresh(), reserve(0, 1, 2, 3))
+    state = made_ready(after(state, admit(state, 1, 2)), "e0p2")
+    state = after(state, *train(state, "e0p2"))
+    state = after(state, admit(state, 0, 3))
+    plan = plan_resume(state, policy())
+    assert [group.group_id for group in plan.groups] == ["e0p1", "e0p0", "e0p3"]
+
+
 def test_no_prompt_changes_its_place_in_an_ordinary_resume() -> None:
     state = in_flight()
     plan = plan_resume(state, policy(sampler=InOrderSampler()))

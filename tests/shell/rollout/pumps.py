@@ -55,6 +55,8 @@ class Engine:
         """Whether every request for the prompt that came first fails."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.weight_version = 0
+        """That it says it answers with."""
         self.asked: list[GenerationRequest] = []
         self.cancelled = 0
 
@@ -71,7 +73,10 @@ class Engine:
             self.cancelled += 1
             raise
         return GeneratedCompletion(
-            token_ids=(49, 50), log_probabilities=(-0.5, -0.25), finished=True, weight_version=0
+            token_ids=(49, 50),
+            log_probabilities=(-0.5, -0.25),
+            finished=True,
+            weight_version=self.weight_version,
         )
 
 

@@ -7,6 +7,7 @@ saved; also those whose chain begins in a bundle that is long gone.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from rollsync.shell.cli import main
 from rollsync.shell.files import read_state
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
 from rollsync.shell.rollout.captured import REPLAY_METADATA_FILE
+from rollsync.shell.rollout.data_plane import InProcessDataPlane, PinnedRows
 from rollsync.shell.store.checkup import examine
 from rollsync.shell.store.filesystem import RealFileSystem
 from tests.pure.rollout.events_kit import drop, reserve, spare, train
@@ -161,6 +163,42 @@ async def test_what_a_save_writes_grows_with_what_changed(tmp_path: Path) -> Non
         assert [group.group_id for group in replay.groups] == ["e0p8"]
     for small, large in zip(written[200], written[2000], strict=True):
         assert large <= small + 100, written
+
+
+class Asked(InProcessDataPlane):
+    """Counts the rows that a save looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def pin(self, partition_id: str) -> PinnedRows:
+        pinned = super().pin(partition_id)
+        revisions = pinned.revisions
+
+        def counted(keys: Iterable[str]) -> dict[str, int]:
+            asked = tuple(keys)
+            self.rows += len(asked)
+            return revisions(asked)
+
+        pinned.revisions = counted  # type: ignore[method-assign]
+        return pinned
+
+
+@pytest.mark.asyncio
+async def test_what_a_save_looks_at_is_what_changed_since_the_last_one(tmp_path: Path) -> None:
+    plane = Asked()
+    world = World(tmp_path, plane=plane)
+    looked_at = []
+    for position in range(4):
+        await world.ready(position)
+        plane.rows = 0
+        assert (await world.snapshotter.save_rollout_snapshot()).saved
+        looked_at.append(plane.rows)
+    assert looked_at == [2, 2, 2, 2]
+    plane.rows = 0
+    await save(world)
+    assert plane.rows == 0
 
 
 @pytest.mark.asyncio

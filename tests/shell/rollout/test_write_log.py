@@ -33,6 +33,20 @@ def test_every_row_written_since_is_named(writes: list[tuple[set[str], set[str]]
             assert since & there <= second.since(first.writes) <= since
 
 
+def test_a_row_that_was_written_again_is_named_by_its_last_write_when_the_log_is_tidied() -> None:
+    log = WriteLog()
+    log.note(["again", "once"], held=["again", "once"])
+    log.note(["again"], held=["again", "once"])
+    cleared = [f"cleared {number}" for number in range(68)]
+    log.note(cleared, held=["again", "once", *cleared])
+    log.note(["new"], held=["again", "once", "new"])
+    assert len(log._entries) == 3, "tidied: the log has forgotten what was cleared"
+    tidied = log.pin()
+    assert tidied.since(1) == {"again", "once", "new"}
+    assert tidied.since(2) == {"again", "new"}
+    assert tidied.since(3) == {"new"}
+
+
 def test_a_log_is_no_longer_than_its_rows_ask_for() -> None:
     log = WriteLog()
     for number in range(10_000):

@@ -257,6 +257,51 @@ def test_a_damaged_checkpoint_gives_way_to_another_of_the_same_step(tmp_path: Pa
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 
+def test_a_checkpoint_made_anew_has_a_place_for_snapshots(tmp_path: Path) -> None:
+    """By the process that made the one before it, which remembers the directories of that."""
+    store = store_at(tmp_path)
+    save_snapshot(store, 0, 1)
+    path = save_checkpoint(store, 1, 2)
+    save_snapshot(store, 1, 3)
+    (path / "trainer" / WEIGHTS).unlink()
+    assert chosen_save(store) == 1
+    save_checkpoint(store, 1, 4)
+    save_snapshot(store, 1, 5)
+    assert chosen_save(store_at(tmp_path)) == 5
+
+
+def test_what_was_verified_or_published_is_not_read_again(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save_checkpoint(store, 1, 1, b"rows")
+    save_snapshot(store, 1, 2, b"rows", b"more rows")
+    save_snapshot(store, 1, 3, b"rows", b"more rows")
+    fs = FailingFileSystem()
+    again = store_at(tmp_path, fs=fs)
+    assert again.choose().bundle is not None
+    fs.failing = [("read", "rollout_state|weights|segments/")]
+    assert again.has_anchor(1)
+    save_snapshot(again, 1, 4, b"rows", b"more rows")
+    again.prune()
+    assert fs.failed == 0
+    fs.failing = []
+    assert chosen_save(store_at(tmp_path)) == 4
+
+
+def test_what_was_damaged_at_the_choice_goes_once_something_newer_is_whole(tmp_path: Path) -> None:
+    """Of the same size, so that only its content tells."""
+    store = store_at(tmp_path)
+    save_snapshot(store, 0, 1)
+    path = save_snapshot(store, 0, 2)
+    (path / STATE).write_bytes(state_of(7))
+    again = store_at(tmp_path)
+    assert chosen_save(again) == 1
+    again.prune()
+    assert path.exists(), "nothing newer is whole"
+    save_snapshot(again, 0, 3)
+    again.prune()
+    assert names(tmp_path / "bootstrap" / "snapshots") == ["000001", "000003"]
+
+
 def test_choosing_writes_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save_checkpoint(store, 1, 1, b"rows")
