@@ -15,7 +15,12 @@ from safetensors.torch import load_file
 
 from rollsync.shell.demo.model import WarmUp, make_checkpoint
 from rollsync.shell.grpo import GrpoTrainer, StepMetrics, TrainingRow
-from rollsync.shell.grpo.client import GrpoTrainerClient, ReplicasDiverged, answers_of
+from rollsync.shell.grpo.client import (
+    GrpoTrainerClient,
+    ReplicasDiverged,
+    TrainerNotStarted,
+    answers_of,
+)
 from rollsync.shell.grpo.replicas import ReplicaUnreachable
 from rollsync.shell.grpo.trainer import OPTIMIZER, WEIGHTS, TrainerCheckpointError
 from rollsync.shell.rollout.clients import TrainerLost
@@ -182,6 +187,18 @@ def test_an_error_of_one_worker_is_told_while_the_other_waits(
     with pytest.raises(IndexError) as told:
         asyncio.run(train())
     assert "on policy worker 1" in told.value.__notes__
+
+
+def test_a_worker_that_cannot_start_says_why(cluster: None, tmp_path: Path) -> None:
+    model = tmp_path / "empty"
+    model.mkdir()
+
+    async def start() -> None:
+        async with two_workers(config_of(str(model), tmp_path)):
+            raise AssertionError("there is no model")
+
+    with pytest.raises(TrainerNotStarted, match=r"policy worker [01] did not start: \w*Error: "):
+        asyncio.run(start())
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from ray.actor import ActorHandle, ActorProxy
 from ray.exceptions import RayActorError
 
 from rollsync.pure.rollout.shares import share_groups
+from rollsync.shell.actor_deaths import failed_to_start, reason_of_death
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo.replicas import ReplicaUnreachable
 from rollsync.shell.grpo.trainer import StepMetrics, TrainingRow
@@ -31,6 +32,10 @@ ECHO_S: Final = 10.0
 _T = TypeVar("_T")
 
 
+class TrainerNotStarted(RollsyncError):
+    """A policy worker could not be made, for a reason that the next start will meet again."""
+
+
 class ReplicasDiverged(RollsyncError):
     """The policy workers of a run, replicas of one model, do not hold the same weights."""
 
@@ -38,7 +43,8 @@ class ReplicasDiverged(RollsyncError):
 class GrpoTrainerClient:
     """The controller's trainer: see `rollsync.shell.rollout.clients.TrainerClient`.
 
-    It is used in an `async with`: the workers meet at its beginning, and are ended at its end.
+    It is used in an `async with`: at its beginning the workers start and meet, at its end they are
+    ended.
 
     Args:
         workers: the actors, by rank.
@@ -49,10 +55,10 @@ class GrpoTrainerClient:
         self.trainer_version = 0
 
     async def __aenter__(self) -> Self:
+        started = await answers_of([each.holding.remote() for each in self.workers])
+        self._agree("at the start", started)
         if len(self.workers) > 1:
-            # When all have started: how long that takes is not for the others' deadline.
-            started = await answers_of([each.holding.remote() for each in self.workers])
-            self._agree("at the start", started)
+            # Now that all have started: how long that takes is not for the others' deadline.
             (meeting,) = await answers_of([self.workers[0].open_meeting.remote()])
             await answers_of([each.join.remote(meeting) for each in self.workers])
         return self
@@ -164,7 +170,7 @@ def _first_failure(tasks: Sequence[asyncio.Task[_T]]) -> tuple[int, BaseExceptio
 
 def _as_loss(rank: int, error: BaseException, silent: Sequence[int]) -> BaseException:
     if isinstance(error, RayActorError):
-        return trainer_lost(error, rank)
+        return _not_started(error, rank) if failed_to_start(error) else trainer_lost(error, rank)
     if isinstance(error, ReplicaUnreachable):
         who = f"policy worker {', '.join(map(str, silent))} does not answer: " if silent else ""
         lost = TrainerLost(f"{who}{error.message}", remedy=error.remedy)
@@ -174,11 +180,20 @@ def _as_loss(rank: int, error: BaseException, silent: Sequence[int]) -> BaseExce
     return error
 
 
-def trainer_lost(error: Exception, rank: int) -> TrainerLost:
+def _not_started(error: RayActorError, rank: int) -> TrainerNotStarted:
+    failed = TrainerNotStarted(
+        f"policy worker {rank} did not start: {reason_of_death(error)}",
+        remedy="correct what the reason names; on a cluster, model.path and all packages have to be"
+        " on the node of every policy worker",
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def trainer_lost(error: RayActorError, rank: int) -> TrainerLost:
     """The loss of a policy worker, with Ray's reason."""
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     lost = TrainerLost(
-        f"policy worker {rank} is gone: {reason}",
+        f"policy worker {rank} is gone: {reason_of_death(error)}",
         remedy="see Ray's log of the worker; the same command goes on from the last save",
     )
     lost.__cause__ = error
