@@ -164,6 +164,12 @@ def test_a_checkpoint_stays_for_the_snapshot_that_was_resumed_from() -> None:
     assert plan.snapshots == (place(1, 2),)
 
 
+def test_a_checkpoint_that_stays_for_a_snapshot_keeps_its_own_segments() -> None:
+    listing = (bundle(1, 0, WHOLE, ("a",)), bundle(1, 1, WHOLE, ("b",)), bundle(2, 0, WHOLE, ()))
+    plan = plan_retention(listing, limits(1, 1), protected=[place(1, 1)], segments=SEGMENTS)
+    assert plan == RetentionPlan(anchors=(), snapshots=(), segments=("c", "d"))
+
+
 def test_a_checkpoint_stays_for_the_snapshot_that_is_being_written() -> None:
     listing = (bundle(1), bundle(1, 1), bundle(2))
     plan = plan_retention(listing, limits(1, 1), protected=[place(1, 2)])

@@ -74,7 +74,8 @@ def files_under(root: Path) -> dict[str, bytes]:
 
 
 async def check_refused(world: World, match: str) -> RollsyncError:
-    """The restore is refused, and neither the run nor the disk has changed."""
+    """The restore is refused, with a file and a remedy, and neither the run nor the disk has
+    changed."""
     before, on_disk = world.state, files_under(world.archive.root)
     await world.plane.put(PARTITION, {"left/0": row_of("left/0")})
     with pytest.raises(RollsyncError, match=match) as caught:
@@ -82,6 +83,8 @@ async def check_refused(world: World, match: str) -> RollsyncError:
     assert world.state is before
     assert set(await world.plane.list_rows(PARTITION)) == {"left/0"}
     assert files_under(world.archive.root) == on_disk
+    assert str(world.archive.root) in caught.value.message, "it names the file"
+    assert caught.value.remedy
     return caught.value
 
 

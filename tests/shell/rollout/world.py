@@ -172,7 +172,7 @@ class PlainBundle:
         try:
             return path.read_bytes()
         except OSError as error:
-            raise RollsyncError(f"{path}: {error}") from error
+            raise RollsyncError(f"{path}: {error}", remedy="put it back") from error
 
 
 class Samples:

@@ -26,6 +26,11 @@ from rollsync.shell.segment_index import METADATA_KEY, SegmentColumn, SegmentInd
 class SegmentError(RollsyncError):
     """Bytes that are no segment, or one that contradicts itself."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message, remedy="remove the saves that list it, and resume from one that does not"
+        )
+
 
 def encode_segment(rows: Mapping[str, StoredRow]) -> bytes:
     """The segment of these rows, in this order."""
@@ -90,7 +95,7 @@ def read_rows(bundle: FoundBundle, name: str) -> dict[str, StoredRow]:
     Raises:
         RollsyncError: the segment is not there, is damaged, or is none of rows.
     """
-    return decode_segment(bundle.read_segment(name), f"segment {name}")
+    return decode_segment(bundle.read_segment(name), f"{bundle.path}, segment {name}")
 
 
 def row_bytes(row: StoredRow) -> int:
