@@ -205,6 +205,13 @@ def test_a_long_group_that_makes_progress_is_never_taken_for_poison() -> None:
     assert place_of(state, "e0p0") is PromptPlace.ADMITTED
 
 
+def test_a_group_of_which_nothing_has_to_be_begun_anew_needs_no_event() -> None:
+    """Nothing of it was running: its attempts are reserved still, or sealed."""
+    assert plan_resume(admitted(0), policy()).events == ()
+    sealed = after(admitted(0), dispatch("e0p0", 0), seal("e0p0", 0))
+    assert plan_resume(sealed, policy()).events == ()
+
+
 def test_groups_that_never_ran_are_not_suspected() -> None:
     state = admitted(0)
     for _ in range(5):

@@ -17,7 +17,7 @@ from rollsync.pure.rollout.episodes import EnvironmentEpisode
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.environments.guessing import EnvironmentCallError, GuessingGame
 from rollsync.shell.rollout.restore import RolloutRestoreError
-from tests.pure.rollout.events_kit import dispatch
+from tests.pure.rollout.events_kit import dispatch, reserve
 from tests.shell.rollout.test_snapshots import Slow
 from tests.shell.rollout.world import World
 
@@ -50,6 +50,8 @@ async def test_unfinished_episodes_go_on_at_their_turn_after_a_resume(tmp_path: 
     async with game() as playing:
         world = World(tmp_path, environment=playing)
         await world.admit(0, 1)
+        await world.ready(2)
+        await world.do(reserve(3))
         await play(world, playing, "e0p0", 0, 10, 20, 30)
         await play(world, playing, "e0p0", 1, 50)
         await world.seal("e0p1", 0)

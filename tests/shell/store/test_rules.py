@@ -302,6 +302,25 @@ def test_what_was_damaged_at_the_choice_goes_once_something_newer_is_whole(tmp_p
     assert names(tmp_path / "bootstrap" / "snapshots") == ["000001", "000003"]
 
 
+def test_weights_that_cannot_be_read_just_now_may_be_read_the_next_time(tmp_path: Path) -> None:
+    save_checkpoint(store_at(tmp_path), 1, 1)
+    fs = FailingFileSystem(("read", WEIGHTS))
+    again = store_at(tmp_path, fs=fs)
+    assert not again.has_anchor(1)
+    fs.failing = []
+    assert again.has_anchor(1)
+
+
+def test_a_directory_is_prepared_once(tmp_path: Path) -> None:
+    fs = FailingFileSystem()
+    store = store_at(tmp_path, fs=fs)
+    save_snapshot(store, 0, 1, b"rows")
+    fs.failing = [("create", "probe"), ("read", "anchor")]
+    save_snapshot(store, 0, 2, b"more rows")
+    store.prune()
+    assert fs.failed == 0
+
+
 def test_choosing_writes_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save_checkpoint(store, 1, 1, b"rows")
