@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from rollsync.pure.config import (
     TransferQueuePlaneConfig,
     WorkerResources,
 )
+from rollsync.pure.refit.fleet.state import EnginePhase
 from rollsync.shell.cli import main
 from rollsync.shell.cluster import ClusterError, cluster_nodes
 from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained
@@ -27,6 +30,7 @@ from rollsync.shell.refit.engines.staged import HOST_LABEL
 from rollsync.shell.run.launch import run_config
 from rollsync.shell.run.placement import connected, placed_workers
 from tests.shell.run.commands import kill_when, run
+from tests.shell.run.fleet_runs import endless_config
 from tests.shell.run.runs import (
     all_prompts,
     check_steps_count_on,
@@ -184,11 +188,7 @@ def test_a_run_has_its_workers_on_nodes_of_their_own(
         outcome = run_config(config, listener=look)
     assert outcome.completed
     closed_account(config)
-    explained = [text for text in caplog.messages if text.startswith("policy ")]
-    assert [text.partition(":")[0] for text in explained] == [
-        f"policy {sender[-1]} to rollout {receiver[-1]} by {carrier}"
-        for sender, receiver, carrier in WAYS
-    ]
+    assert explained_ways(caplog) == list(WAYS)
     assert len(seen) == 2
     with connected(config):
         nodes = {node.node_id: node.total for node in cluster_nodes()}
@@ -201,6 +201,37 @@ def test_a_run_has_its_workers_on_nodes_of_their_own(
         assert len({*policy, *engines}) == 3
         assert all("trainers" in nodes[node] for node in policy)
         assert "trainers" not in nodes[engines[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_replacement_is_fed_the_way_that_its_forerunner_was(
+    tmp_path: Path, model_path: Path, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = on_cluster(endless_config(tmp_path / "run", model_path, engines=3), address)
+
+    def kill_one_and_stop(entry: JournalEntry) -> None:
+        if isinstance(entry, EngineChanged) and entry.now == EnginePhase.HEALTHY:
+            assert entry.pid is not None
+            if entry.engine == "engine-0":
+                os.kill(entry.pid, signal.SIGKILL)
+            elif entry.engine == "engine-3":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with caplog.at_level(logging.INFO, logger="rollsync.shell.refit.synchronizer"):
+        outcome = run_config(config, listener=kill_one_and_stop)
+    assert not outcome.completed
+    assert outcome.why.startswith("asked to stop")
+    assert explained_ways(caplog)[-len(WAYS) :] == list(WAYS)
+    closed_account(config)
+
+
+def explained_ways(log: pytest.LogCaptureFixture) -> list[tuple[str, str, str]]:
+    """What the synchronizer said about each route, in the form of `WAYS`."""
+    said = (re.match(r"policy (\d) to rollout (\d) by (\w+): ", text) for text in log.messages)
+    return [
+        (f"policy worker {way[1]}", f"generation engine {way[2]}", way[3]) for way in said if way
+    ]
 
 
 class ActorPlace(NamedTuple):

@@ -228,6 +228,10 @@ class EngineFleet:
             return ActorDied(name, "the processes of its engine have ended")
         return None
 
+    def slot_of(self, name: str) -> int:
+        """Whose place an engine has: of those that are not dead, no two have the same."""
+        return self._slots[name]
+
     def last_probe(self, name: str) -> EngineProbe | None:
         """What an engine answered last."""
         return self._probes.get(name)

@@ -84,7 +84,9 @@ class FleetSync:
             version = self._trainer.trainer_version
             while True:
                 self._fleet.apply(SyncStarted(version, engines))
-                outcome = await self._attempt(version, engines)
+                # By place, so that a replacement is fed by whoever fed the engine before it.
+                in_place = tuple(sorted(engines, key=self._fleet.slot_of))
+                outcome = await self._attempt(version, in_place)
                 decided = after_sync(self._fleet.state)
                 if not isinstance(decided, RetrySync):
                     break
