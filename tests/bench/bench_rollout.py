@@ -20,6 +20,7 @@ from rollsync.shell.rollout.barrier import DataPlaneCheckpointBarrier
 from rollsync.shell.rollout.cell import StateCell
 from rollsync.shell.rollout.data_plane import InProcessDataPlane
 from tests.bench.measure import figure, machine, write_results
+from tests.bench.restore_memory import memory_figures
 from tests.bench.rollout_records import record_figures
 from tests.bench.rollout_rows import row_figures
 from tests.bench.rollout_saves import save_figures
@@ -120,6 +121,7 @@ if __name__ == "__main__":
                 *row_figures(),
                 *save_figures(),
                 *throughput_figures(),
+                *memory_figures(),
             ],
         }
     )

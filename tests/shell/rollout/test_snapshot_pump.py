@@ -13,6 +13,7 @@ from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason a
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
 from rollsync.shell.rollout.errors import DataPlaneLost
 from rollsync.shell.rollout.snapshot_pump import RolloutSaveError, SnapshotPump
+from tests.pure.rollout.events_kit import train
 from tests.shell.rollout.world import PARTITION, World
 
 FAST = CheckpointingConfig(snapshot_interval_s=0.01, max_consecutive_failures=2)
@@ -90,6 +91,39 @@ async def test_io_errors_are_tolerated_up_to_the_limit_in_a_row(tmp_path: Path) 
         await running
     assert caught.value.result.reason is Reason.IO_ERROR
     assert repr(caught.value.__cause__) == repr(disk_full)
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_is_being_committed_is_waited_out(tmp_path: Path) -> None:
+    """A whole interval later the next step may be."""
+    world = World(tmp_path)
+    await world.ready(0)
+    claim, opened, committed = train(world.state, "e0p0")
+    await world.do(claim, opened)
+    world.archive.anchors.add(1)
+    stop = asyncio.Event()
+    saving = asyncio.create_task(pump(world, CheckpointingConfig())._save(stop))
+    while not world.trace.trace.events:
+        await asyncio.sleep(0)
+    assert not saving.done()
+    await world.do(committed)
+    async with asyncio.timeout(20):
+        await saving
+    assert len(world.archive.bundles()) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_is_being_committed_for_long_keeps_nobody_from_stopping(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    await world.do(*train(world.state, "e0p0")[:2])
+    stop = asyncio.Event()
+    stop.set()
+    async with asyncio.timeout(20):
+        await pump(world, CheckpointingConfig())._save(stop)
+    assert world.archive.bundles() == []
 
 
 @pytest.mark.asyncio
