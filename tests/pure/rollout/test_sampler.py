@@ -17,6 +17,7 @@ from rollsync.pure.rollout.decisions import (
     Wait,
     WaitReason,
 )
+from rollsync.pure.rollout.drops import drop_group, next_stale_drop
 from rollsync.pure.rollout.events import FinalizationStarted, ReserveDrawn
 from rollsync.pure.rollout.sampler import (
     BuiltInSampler,
@@ -26,8 +27,6 @@ from rollsync.pure.rollout.sampler import (
     WeightFifoSampler,
     WindowedSampler,
     batches_unaccounted,
-    drop_group,
-    next_stale_drop,
 )
 from rollsync.pure.rollout.state import DropReason, RecoveryGranularity, RolloutState
 from tests.pure.rollout.events_kit import (

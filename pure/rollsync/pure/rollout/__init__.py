@@ -53,6 +53,7 @@ from rollsync.pure.rollout.diff import (
     diff_lines,
     patch,
 )
+from rollsync.pure.rollout.drops import drop_group, next_stale_drop
 from rollsync.pure.rollout.errors import TransitionError, why
 from rollsync.pure.rollout.events import RolloutEvent
 from rollsync.pure.rollout.explain import explain
@@ -97,8 +98,6 @@ from rollsync.pure.rollout.sampler import (
     WeightFifoSampler,
     WindowedSampler,
     batches_unaccounted,
-    drop_group,
-    next_stale_drop,
 )
 from rollsync.pure.rollout.state import (
     DataloaderState,

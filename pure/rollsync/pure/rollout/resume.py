@@ -17,6 +17,7 @@ from rollsync.pure.rollout._parts import staged_keys_of
 from rollsync.pure.rollout._sampling import ready_groups
 from rollsync.pure.rollout.account import place_of
 from rollsync.pure.rollout.decisions import SamplerLimits
+from rollsync.pure.rollout.drops import drop_group
 from rollsync.pure.rollout.events import (
     AttemptDispatched,
     CanonicalDuplicateDiscarded,
@@ -28,7 +29,7 @@ from rollsync.pure.rollout.events import (
     RowsCleared,
 )
 from rollsync.pure.rollout.persistent import values_of
-from rollsync.pure.rollout.sampler import PromptGroupSampler, drop_group
+from rollsync.pure.rollout.sampler import PromptGroupSampler
 from rollsync.pure.rollout.state import (
     DropReason,
     PromptGroupPhase,

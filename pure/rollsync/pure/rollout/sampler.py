@@ -40,11 +40,7 @@ from rollsync.pure.rollout.decisions import (
     Wait,
     WaitReason,
 )
-from rollsync.pure.rollout.events import GroupDropped
 from rollsync.pure.rollout.state import (
-    DropReason,
-    PromptGroupPhase,
-    PromptGroupStatus,
     RolloutState,
 )
 
@@ -394,62 +390,8 @@ class CustomSampler(
     """Keyword arguments of the class: a mapping, or pairs, which old configurations have."""
 
 
-_DROPPABLE = (PromptGroupStatus.GENERATING, PromptGroupStatus.READY_TO_FINALIZE)
-
 BuiltInSampler = WindowedSampler | ReadyFirstSampler | WeightFifoSampler | InOrderSampler
 SamplerConfig = BuiltInSampler | CustomSampler
-
-
-def drop_group(
-    sampler: PromptGroupSampler,
-    state: RolloutState,
-    group_id: str,
-    *,
-    reason: DropReason,
-    limits: SamplerLimits,
-) -> GroupDropped:
-    """The event that drops a group, with the shortfall where this policy would miss it."""
-    record = state.ledger.groups.get(group_id)
-    reserved = record is not None and record.phase is PromptGroupPhase.RESERVED
-    return GroupDropped(
-        group_id=group_id,
-        reason=reason,
-        start_weight_version=limits.served_weight_version,
-        shortfall_step=None if reserved else sampler.shortfall_step(state, group_id, limits),
-    )
-
-
-def next_stale_drop(
-    sampler: PromptGroupSampler, state: RolloutState, limits: SamplerLimits
-) -> GroupDropped | None:
-    """The next group to drop as stale, ready or unfinished; None when there is none.
-
-    One at a time: a drop changes what the next one means (a spare takes a place, a batch becomes
-    short), so apply it and ask again. A group that is being finalized waits until it is ready. And
-    while the engines serve weights that are too old themselves, nothing is dropped: what took its
-    place would be as old.
-    """
-    version = state.progress.trainer_version
-    if sampler.should_abort_inflight(
-        start_weight_version=limits.served_weight_version, current_train_weight=version
-    ):
-        return None
-    stale = sampler.evict(state)
-    if stale:
-        return drop_group(sampler, state, stale[0], reason=DropReason.STALE, limits=limits)
-    too_old = [
-        record.group_id
-        for record in admitted_groups(state)
-        if record.status in _DROPPABLE
-        and record.start_weight_version is not None
-        and sampler.should_abort_inflight(
-            start_weight_version=record.start_weight_version,
-            current_train_weight=version,
-        )
-    ]
-    if too_old:
-        return drop_group(sampler, state, min(too_old), reason=DropReason.STALE, limits=limits)
-    return None
 
 
 def batches_unaccounted(

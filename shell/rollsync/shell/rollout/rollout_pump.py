@@ -25,6 +25,7 @@ from rollsync.pure.rollout.decisions import (
     Wait,
 )
 from rollsync.pure.rollout.dispatch import next_dispatch
+from rollsync.pure.rollout.drops import drop_group
 from rollsync.pure.rollout.events import (
     AttemptFailed,
     BatchReserved,
@@ -33,7 +34,6 @@ from rollsync.pure.rollout.events import (
     RolloutEvent,
     SiblingSealed,
 )
-from rollsync.pure.rollout.sampler import drop_group
 from rollsync.pure.rollout.settings import sampler_limits
 from rollsync.pure.rollout.state import (
     DropReason,

@@ -16,8 +16,8 @@ from msgspec import Struct
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.checkpointing import RolloutCheckpointSaveResult
 from rollsync.pure.rollout.decisions import NothingLeft, Selection, SkipStep, TrainBatch, Wait
+from rollsync.pure.rollout.drops import next_stale_drop
 from rollsync.pure.rollout.events import OptimizerCommitOpened, StepCommitted
-from rollsync.pure.rollout.sampler import next_stale_drop
 from rollsync.pure.rollout.state import ReplayGroup, RolloutState
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo import StepMetrics, TrainingRow
