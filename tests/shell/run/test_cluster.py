@@ -160,12 +160,13 @@ def test_a_cluster_is_checked_with_made_up_weights(
     config = on_cluster(small_config(tmp_path / "run", model_path), address)
     assert main(["check-cluster", write_file(config)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "GB/s" in line]
-    assert len(lines) == len(WAYS) + 1
+    assert len(lines) == len(WAYS) + 2
     for line, (sender, receiver, carrier) in zip(lines, WAYS, strict=False):
         assert line.startswith(f"{sender} (node ")
         assert f" to {receiver} (node " in line
         assert f") by {carrier}: " in line
-    assert lines[-1].startswith("all routes together by nixl (1) and shm (2):")
+    assert lines[-2].startswith("all routes together by nixl (1) and shm (2):")
+    assert lines[-1].startswith("gradients of 2 policy workers, added up by gloo:")
     assert not Path(config.run.directory).exists()
 
 

@@ -6,6 +6,7 @@ placement puts them, the same engine, the same bucket size.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.refit import TensorSpec, plan_routes
 from rollsync.shell.config import ConfigError
+from rollsync.shell.grpo.replicas import Meeting, Replicas
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.engines.factory import check_options
 from rollsync.shell.refit.policy_worker import PolicyRefitMixin
@@ -36,7 +38,8 @@ class RouteRate(Struct, frozen=True, kw_only=True):
     route: str
     """Who sends to whom, and on which nodes they are."""
     carriers: str
-    """The checkpoint engine that carries it; with how many routes each, if there are several."""
+    """The checkpoint engine that carries it; with how many routes each, if there are several. Of
+    gradients: `gloo`."""
     payload_bytes: int
     seconds: float
     """Of the transfer, without setting it up."""
@@ -47,15 +50,22 @@ class SyntheticPolicyWorker(PolicyRefitMixin):
     """A policy worker with random weights of a model's shapes.
 
     Args:
-        model: path of the model, of which only the configuration is read.
+        config: the run's configuration; of the model only its own is read.
+        rank: which of the policy workers it is, from 0.
         workers_on_host: how many workers share this host's memory.
     """
 
-    def __init__(self, model: str, *, workers_on_host: int) -> None:
-        self._rank = 0
+    def __init__(self, config: MasterConfig, *, rank: int, workers_on_host: int) -> None:
+        self._rank = rank
         self._workers_on_host = workers_on_host
-        self._module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        shapes = AutoConfig.from_pretrained(config.model.path)
+        self._module = AutoModelForCausalLM.from_config(shapes)
         self._version = 0
+        self._replicas = Replicas(
+            rank=rank,
+            world_size=config.grpo.data_parallel_size,
+            timeout_s=config.cluster.collective_timeout_s,
+        )
 
     @property
     def refit_rank(self) -> int:
@@ -66,6 +76,21 @@ class SyntheticPolicyWorker(PolicyRefitMixin):
         """Have this rank and this version from the next set-up on."""
         self._rank, self._version = rank, version
         self._refit_sender = None
+
+    def open_meeting(self) -> Meeting:
+        """Have the first worker wait for the others."""
+        return self._replicas.open()
+
+    def join(self, meeting: Meeting) -> None:
+        """Meet the other workers."""
+        self._replicas.join(meeting)
+
+    def add_up(self) -> tuple[int, float]:
+        """Add up as much as a step's gradients are; how many bytes that is, and the seconds."""
+        gradients = [torch.zeros_like(weight) for weight in self._module.parameters()]
+        began_s = time.perf_counter()
+        self._replicas.add_up(gradients)
+        return sum(each.nbytes for each in gradients), time.perf_counter() - began_s
 
     @property
     def workers_on_host(self) -> int:
@@ -87,8 +112,8 @@ class SyntheticPolicyWorker(PolicyRefitMixin):
 
 
 def check_cluster(config: MasterConfig) -> Iterator[RouteRate]:
-    """Each route of a run by itself, then all together. Trains nothing, and leaves the run
-    directory alone.
+    """Each route of a run by itself, then all together, then the sum of gradients. Trains nothing,
+    and leaves the run directory alone.
 
     Raises:
         RollsyncError: the configuration cannot work, the workers cannot be placed, or a refit
@@ -105,6 +130,8 @@ def check_cluster(config: MasterConfig) -> Iterator[RouteRate]:
         if len(policy) + len(engines) > 2:
             report = _refit(config, policy, engines, next(versions))
             yield _rate("all routes together", report)
+        if len(policy) > 1:
+            yield _sums(policy)
 
 
 def routes_of(config: MasterConfig) -> tuple[tuple[int, int], ...]:
@@ -135,7 +162,24 @@ def _policy_workers(config: MasterConfig) -> int:
 def _start_policy(config: MasterConfig, placement: WorkerPlacement, rank: int) -> Actor:
     actor = ray.remote(SyntheticPolicyWorker).options(**placement.policy_options(rank))
     on_host = placement.policy_workers_on_host(rank)
-    return actor.remote(config.model.path, workers_on_host=on_host)
+    return actor.remote(config, rank=rank, workers_on_host=on_host)
+
+
+def _sums(policy: Sequence[Actor]) -> RouteRate:
+    """The last of `_SYNCS` sums of gradients of all policy workers."""
+    meeting = ray.get(call_remote(policy[0], "open_meeting"))
+    ray.get([call_remote(worker, "join", meeting) for worker in policy])
+    for _ in range(_SYNCS - 1):
+        ray.get([call_remote(worker, "add_up") for worker in policy])
+    sums: list[tuple[int, float]] = ray.get([call_remote(worker, "add_up") for worker in policy])
+    payload_bytes, seconds = max(sums)
+    return RouteRate(
+        route=f"gradients of {len(policy)} policy workers, added up",
+        carriers="gloo",
+        payload_bytes=payload_bytes,
+        seconds=seconds,
+        gigabytes_per_s=payload_bytes / seconds / 1e9,
+    )
 
 
 def _refit(
