@@ -78,6 +78,7 @@ def test_a_journal_cut_anywhere_keeps_its_whole_lines_and_goes_on(tmp_path: Path
             whole = EVERY_KIND[: len(whole) + 1]
         written(path, *EVERY_KIND)
         assert tuple(read_journal(path)) == (*whole, *EVERY_KIND)
+        assert path.read_bytes().count(b"\n\n") <= 1, "one line is ended, and no other"
 
 
 @pytest.mark.parametrize("line", [b" \n", b"no json\n", b"{}\n", b"\0\0\0\n"])

@@ -18,6 +18,7 @@ from rollsync.pure.snapshot.errors import DirectoryInUse, FileSystemRefused
 from rollsync.pure.snapshot.manifest import MANIFEST_FILE, RolloutSnapshotManifest
 from rollsync.pure.snapshot.places import LOCK_FILE
 from rollsync.shell.store import RealFileSystem, SnapshotStore, StoreError, examine
+from tests.crash.operations import SimulatedFileSystem
 from tests.shell.store.failing import FailingFileSystem
 from tests.shell.store.kit import (
     STATE,
@@ -614,6 +615,14 @@ def test_a_claim_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     other = store_at(tmp_path, master_config=config(seed=7))
     with pytest.raises(StoreError, match=r"run\.seed"):
         other.claim()
+    files = SimulatedFileSystem()
+    files.make_directory(Path("/runs"))
+    first = store_at(Path("/runs/run"), fs=files)
+    save_snapshot(first, 0, 1)
+    first.close()
+    with pytest.raises(StoreError, match=r"run\.seed"):
+        store_at(Path("/runs/run"), fs=files, master_config=config(seed=7)).claim()
+    assert not files.locked, "the run that it is may write to it"
     fresh = tmp_path / "fresh"
     store_at(fresh).claim()
     assert [path.name for path in fresh.iterdir()] == [LOCK_FILE]
