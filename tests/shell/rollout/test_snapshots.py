@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,29 @@ async def test_a_prune_that_fails_does_not_fail_the_save(tmp_path: Path) -> None
     world.archive.failing = {"prune": OSError(16, "busy")}
     assert (await world.snapshotter.save_rollout_snapshot()).saved
     assert any("busy" in line for line in world.trace.trace.lines())
+
+
+class Retiring(PlainArchive):
+    """Always has something to retire."""
+
+    def prune(self) -> Sequence[str]:
+        super().prune()
+        return ("snapshots/000001", "segments/a")
+
+
+@pytest.mark.asyncio
+async def test_what_a_prune_removed_is_in_the_trace_and_a_failed_save_prunes_nothing(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, archive=Retiring(tmp_path))
+    await world.ready(0)
+    world.archive.failing = {"publish": OSError(28, "no space left")}
+    await world.snapshotter.save_rollout_snapshot()
+    assert "prune" not in world.archive.calls
+    world.archive.failing = {}
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+    pruned = [each.subject for each in world.trace.trace.events if each.kind is Kind.PRUNED]
+    assert pruned == ["snapshots/000001", "segments/a"]
 
 
 @pytest.mark.asyncio
