@@ -1,5 +1,6 @@
 """What a receiver reads straight from the policy's memory into its parameters, beside the copy
-that this comes down to: a memory copy by one thread, and one read of flat memory by the kernel.
+that this comes down to: a memory copy by one thread, and one read of flat memory, by the kernel or
+over NIXL. All memory is of ordinary pages.
 
 Two processes, a core each; each way runs once a round. Called by `bench_refit`.
 """
@@ -23,6 +24,7 @@ from rollsync.pure.refit.control import Destination
 from rollsync.pure.refit.load_plan import Copy, Region
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
 from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
+from rollsync.shell.refit.engines.nixl_agent import NixlAgent, memory_of
 from rollsync.shell.refit.engines.process_memory import read_memory
 from rollsync.shell.refit.weights import dtype_name
 
@@ -31,7 +33,8 @@ MIB = 1 << 20
 FLAT_BYTES = 512 * MIB
 BUCKET_MIB = 12
 _PR_SET_PTRACER = 0x59616D61
-COPY, RAW = "memory copy in a process of its own", "raw process_vm_readv"
+COPY = "memory copy in a process of its own"
+RAW = {"shm": "raw process_vm_readv", "nixl": "raw NIXL read in a process of its own"}
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
 
@@ -52,10 +55,17 @@ class End:
         self._flat = torch.ones(FLAT_BYTES, dtype=torch.uint8)
         self._other = torch.zeros(FLAT_BYTES, dtype=torch.uint8)
         self._engine: CheckpointEngine | None = None
+        self._agent = NixlAgent("UCX", {})
+        self._agent.register([self._flat, self._other])
+        self._peer = ""
 
-    def place(self) -> tuple[int, int]:
-        """This process and where its flat memory is."""
-        return os.getpid(), self._flat.data_ptr()
+    def place(self) -> tuple[int, int, bytes]:
+        """This process, where its flat memory is, and its agent."""
+        return os.getpid(), self._flat.data_ptr(), self._agent.metadata
+
+    def meet(self, agent: bytes) -> None:
+        """Learn of the other end's agent."""
+        self._peer = self._agent.meet(agent)
 
     def copy(self) -> None:
         """Copy the flat memory."""
@@ -65,10 +75,18 @@ class End:
         """Read the other end's flat memory."""
         read_memory(process, [address, FLAT_BYTES], [self._other.data_ptr(), FLAT_BYTES])
 
-    def prepare(self, checksum: bool) -> dict[str, object]:
+    def raw_nixl_read(self, address: int) -> None:
+        """Read the other end's flat memory over NIXL, in one descriptor."""
+        kind, device = memory_of(self._flat)
+        read = self._agent.read(self._peer, (address, device, kind), self._other)
+        while not read.is_done():
+            pass
+        read.release()
+
+    def prepare(self, backend: str, checksum: bool) -> dict[str, object]:
         """Make an engine; its metadata."""
         self._engine = create_checkpoint_engine(
-            "shm",
+            backend,
             bucket_size_bytes=BUCKET_MIB * MIB,
             engine_kwargs={"checksum": checksum, "direct": True},
         )
@@ -160,9 +178,9 @@ class _Ends:
             pipe.send(command)
         return [pipe.recv() for pipe in self._pipes]
 
-    def sync_s(self, key: str, *, checksum: bool) -> float:
+    def sync_s(self, backend: str, key: str, *, checksum: bool) -> float:
         """Seconds of a sync, after one that sets the connection up."""
-        metadata = self.ask_both("prepare", checksum)
+        metadata = self.ask_both("prepare", backend, checksum)
         self.ask_both("connect", metadata, key)
         self.ask_both("sync", key)
         start = time.perf_counter()
@@ -191,27 +209,46 @@ def direct_rows(model: Shapes, small: Shapes) -> list[dict[str, object]]:
     def note(name: str, seconds: float) -> None:
         times.setdefault(name, []).append(seconds)
 
-    place = ends.ask(0, "place")
+    process, address, agent = ends.ask(0, "place")
+    ends.ask(1, "meet", agent)
+    raw: dict[str, tuple[object, ...]] = {
+        COPY: ("copy",),
+        RAW["shm"]: ("raw_read", process, address),
+        RAW["nixl"]: ("raw_nixl_read", address),
+    }
     for _ in range(ROUNDS + 1):
-        for name, rank, command in ((COPY, 1, ("copy",)), (RAW, 1, ("raw_read", *place))):
+        for name, command in raw.items():
             start = time.perf_counter()
-            ends.ask(rank, *command)
+            ends.ask(1, *command)
             note(name, time.perf_counter() - start)
-        note("shm direct", ends.sync_s("model", checksum=True))
-        note("shm direct, without checksums", ends.sync_s("model", checksum=False))
-        note("shm direct, small tensors", ends.sync_s("small", checksum=True))
+        for backend in RAW:
+            name = f"{backend} direct"
+            note(name, ends.sync_s(backend, "model", checksum=True))
+            note(f"{name}, without checksums", ends.sync_s(backend, "model", checksum=False))
+            note(f"{name}, small tensors", ends.sync_s(backend, "small", checksum=True))
     ends.close()
     seconds = {name: statistics.median(values[1:]) for name, values in times.items()}
-    each_us = seconds.pop("shm direct, small tensors") / len(small) * 1e6
-    sizes = dict.fromkeys((COPY, RAW), FLAT_BYTES)
+    each_us = {
+        backend: seconds.pop(f"{backend} direct, small tensors") / len(small) * 1e6
+        for backend in RAW
+    }
     moved = sum(2 * torch.Size(shape).numel() for _, shape in model)
-    rate = {name: sizes.get(name, moved) / value / 1e9 for name, value in seconds.items()}
+    rate = {
+        name: (FLAT_BYTES if name in raw else moved) / value / 1e9
+        for name, value in seconds.items()
+    }
     result = [_row(name, value, "GB/s") for name, value in rate.items()]
-    for name in ("shm direct", "shm direct, without checksums"):
-        for against, goal in ((RAW, 0.9), (COPY, None)):
-            ratio = rate[name] / rate[against]
-            result.append(_row(name, rate[name], "GB/s", against=against, ratio=ratio, goal=goal))
-    result.append(_row("shm direct, small tensors, both ends", each_us, "microseconds a tensor"))
+    for backend in RAW:
+        for name in (f"{backend} direct", f"{backend} direct, without checksums"):
+            for against, goal in ((RAW[backend], 0.9), (COPY, None)):
+                ratio = rate[name] / rate[against]
+                result.append(
+                    _row(name, rate[name], "GB/s", against=against, ratio=ratio, goal=goal)
+                )
+    result += [
+        _row(f"{backend} direct, small tensors, both ends", value, "microseconds a tensor")
+        for backend, value in each_us.items()
+    ]
     return result
 
 

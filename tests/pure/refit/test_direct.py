@@ -13,6 +13,7 @@ from rollsync.pure.refit.direct import (
     check_offered,
     destinations_digest,
     destinations_of,
+    expected_of,
 )
 from rollsync.pure.refit.load_plan import (
     Copy,
@@ -73,7 +74,7 @@ def test_the_digest_tells_destinations_apart() -> None:
     ],
 )
 def test_what_was_not_agreed_on_is_not_read(change: dict[str, object], reason: str | None) -> None:
-    known = {each.name: each for each in destinations_of(plan())}
+    known = expected_of(destinations_of(plan()))
     offered = OfferedTensor(name="p", address=4096, size_bytes=32, checksum="00")
     mistake = check_offered(known, {"o"}, replace(offered, **change), checksums=True)
     assert (mistake and mistake.reason) == reason

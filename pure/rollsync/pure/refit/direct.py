@@ -25,6 +25,28 @@ class OfferMistake(Struct, frozen=True, kw_only=True):
     reason: Literal["unknown", "repeated", "other size", "no checksum"]
 
 
+class Expected(Struct, frozen=True, gc=False):
+    """What an offer of a tensor has to have.
+
+    Attributes:
+        tensor_bytes: Bytes of the whole tensor.
+        is_read: Whether anything of it is read, so that there is something to hash.
+    """
+
+    tensor_bytes: int
+    is_read: bool
+
+
+def expected_of(destinations: Sequence[Destination]) -> dict[str, Expected]:
+    """What is expected of the tensors that are offered, by name."""
+    return {
+        each.name: Expected(
+            TensorSpec(each.name, each.shape, each.dtype).tensor_bytes, bool(each.regions)
+        )
+        for each in destinations
+    }
+
+
 def can_be_read(copy: Copy) -> bool:
     """Whether a copy can be done by reads of a few runs each."""
     source, target = copy.source, copy.target
@@ -51,7 +73,7 @@ def destinations_digest(destinations: Sequence[Destination]) -> str:
 
 
 def check_offered(
-    destinations: Mapping[str, Destination],
+    expected: Mapping[str, Expected],
     taken: Set[str],
     offered: OfferedTensor,
     *,
@@ -60,22 +82,17 @@ def check_offered(
     """What is wrong with an offered tensor.
 
     Args:
-        destinations: what was agreed on, by name.
+        expected: what was agreed on, by name.
         taken: the names that were offered before in this stream.
         checksums: whether what is read has to carry one.
     """
-    known = destinations.get(offered.name)
+    known = expected.get(offered.name)
     if known is None:
         return OfferMistake(tensor=offered.name, reason="unknown")
     if offered.name in taken:
         return OfferMistake(tensor=offered.name, reason="repeated")
-    if offered.size_bytes != spec_of(known).tensor_bytes:
+    if offered.size_bytes != known.tensor_bytes:
         return OfferMistake(tensor=offered.name, reason="other size")
-    if checksums and known.regions and offered.checksum is None:
+    if checksums and known.is_read and offered.checksum is None:
         return OfferMistake(tensor=offered.name, reason="no checksum")
     return None
-
-
-def spec_of(destination: Destination) -> TensorSpec:
-    """What the sender has to have under that name."""
-    return TensorSpec(destination.name, destination.shape, destination.dtype)

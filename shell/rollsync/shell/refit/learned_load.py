@@ -33,6 +33,8 @@ class LearnedLoad:
         self._model = model
         self._plan: LoadPlan | None = None
         self._stamps: dict[str, _Stamp] = {}
+        self._destinations: Destinations | None = None
+        """Those of the plan, once they were asked for, without the parameters."""
 
     def destinations(self) -> Destinations | None:
         """What the next stream can be read into; None when nothing is known, or nothing holds."""
@@ -47,11 +49,13 @@ class LearnedLoad:
                 )
                 self.forget()
                 return None
-        return Destinations(
-            destinations_of(plan),
-            {name: each.copies for name, each in plan.direct.items()},
-            {name: parameters[name].detach() for name in self._stamps},
-        )
+        if self._destinations is None:
+            self._destinations = Destinations(
+                destinations_of(plan),
+                {name: each.copies for name, each in plan.direct.items()},
+                {},
+            )
+        return self._destinations.into({name: parameters[name].detach() for name in self._stamps})
 
     @property
     def layers(self) -> frozenset[str]:
@@ -113,6 +117,7 @@ class LearnedLoad:
         """Learn anew with the next load."""
         self._plan = None
         self._stamps = {}
+        self._destinations = None
 
     def check_known(self, names: Sequence[str]) -> None:
         """Refuse what a loader might load over what is read directly.

@@ -9,6 +9,7 @@ that a sender says changes it; a sender keeps what it has offered as it is until
 
 from __future__ import annotations
 
+import copy
 import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,22 +19,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rollsync.pure.refit.control import Destination, MemoryKind, ProbeOffered, TensorsOffered
-from rollsync.pure.refit.direct import destinations_digest, spec_of
+from rollsync.pure.refit.direct import destinations_digest, expected_of
 from rollsync.pure.refit.load_plan import Copy, Region
 from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.direct_reads import ReadBatch, Strip, UnfinishedRead
 from rollsync.shell.refit.load_recorder import bytes_of
-
-
-class Target(NamedTuple):
-    """What is read of one tensor, and where to."""
-
-    size_bytes: int
-    """Of the whole tensor."""
-    strips: tuple[Strip, ...]
-    is_hashed: bool
-    """Whether anything of it is read, so that there is a checksum."""
 
 
 class Destinations:
@@ -52,41 +43,62 @@ class Destinations:
         parameters: Mapping[str, torch.Tensor],
     ) -> None:
         self.wanted = tuple(wanted)
-        self.by_name = {each.name: each for each in wanted}
+        self.expected = expected_of(wanted)
         self.digest = destinations_digest(self.wanted)
-        self.parameters = parameters
         self.arrived: dict[str, int] = {}
         """The names that were read in this stream, with the bytes of the tensors."""
         self._copies = copies
-        self._targets: dict[str, Target] = {}
+        self._strips: dict[str, tuple[Strip, ...]] = {}
+        self._take(parameters)
 
-    def target(self, name: str) -> Target:
+    def _take(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+        self._on_device = {
+            name: bytes_of(each, Region(0, each.nbytes))[0]
+            for name, each in parameters.items()
+            if not each.is_cpu
+        }
+
+    def into(self, parameters: Mapping[str, torch.Tensor]) -> Destinations:
+        """The same of another stream; only this object, not that one, may outlive the parameters.
+
+        Args:
+            parameters: the same memory as before, if there were any.
+        """
+        again = copy.copy(self)
+        again.arrived = {}
+        again._take(parameters)
+        return again
+
+    def on_device(self, parameter: str) -> torch.Tensor | None:
+        """The bytes of a parameter that is not in the host's memory."""
+        return self._on_device.get(parameter)
+
+    def strips(self, name: str) -> tuple[Strip, ...]:
         """What is read of a tensor that is wanted; made once, as it costs as much as reading."""
-        found = self._targets.get(name)
+        found = self._strips.get(name)
         if found is None:
-            strips = tuple(
-                _strip(copy, self.parameters[copy.parameter]) for copy in self._copies[name]
+            found = self._strips[name] = tuple(
+                _strip(each, self.parameters[each.parameter]) for each in self._copies[name]
             )
-            destination = self.by_name[name]
-            found = Target(spec_of(destination).tensor_bytes, strips, bool(destination.regions))
-            self._targets[name] = found
         return found
 
     def note_arrival(self, name: str) -> None:
         """All that is read of a tensor has been read."""
-        self.arrived[name] = self.target(name).size_bytes
+        self.arrived[name] = self.expected[name].tensor_bytes
 
 
-def _strip(copy: Copy, parameter: torch.Tensor) -> Strip:
-    run = min(copy.source.run_bytes, copy.target.run_bytes)
+def _strip(read: Copy, parameter: torch.Tensor) -> Strip:
+    run = min(read.source.run_bytes, read.target.run_bytes)
     return Strip(
-        source=copy.source.offset,
-        address=parameter.data_ptr() + copy.target.offset,
+        source=read.source.offset,
+        parameter=read.parameter,
+        target=read.target.offset,
+        address=parameter.data_ptr() + read.target.offset,
         run_bytes=run,
-        runs=copy.source.total_bytes // run if run else 0,
-        source_stride=_stride(copy.source, run),
-        target_stride=_stride(copy.target, run),
-        on_device=None if parameter.is_cpu else bytes_of(parameter, Region(0, parameter.nbytes))[0],
+        runs=read.source.total_bytes // run if run else 0,
+        source_stride=_stride(read.source, run),
+        target_stride=_stride(read.target, run),
     )
 
 

@@ -22,14 +22,16 @@ class Strip(NamedTuple):
 
     source: int
     """First byte of the first run in the tensor."""
+    parameter: str
+    """What it is read into."""
+    target: int
+    """Where in that it is read to."""
     address: int
-    """Where that run is read to."""
+    """Where that is."""
     run_bytes: int
     runs: int
     source_stride: int
     target_stride: int
-    on_device: torch.Tensor | None
-    """The bytes of the parameter that is read into, if they are not in the host's memory."""
 
 
 class Read(NamedTuple):
@@ -40,6 +42,8 @@ class Read(NamedTuple):
     strip: Strip
     checksum: xxhash.xxh3_64 | None
     """Takes what has been read, in order; None without checksums."""
+    on_device: torch.Tensor | None
+    """The bytes of the parameter, if they are not in the host's memory."""
 
 
 class UnfinishedRead(Protocol):
@@ -83,11 +87,11 @@ class ReadBatch:
         self.total_bytes += size
         if read.checksum is not None:
             contents: memoryview | torch.Tensor
-            if strip.on_device is None:
+            if read.on_device is None:
                 contents = memory_at(address, size)
             else:
-                first = address - strip.on_device.data_ptr()
-                contents = strip.on_device[first : first + size]
+                first = strip.target + target
+                contents = read.on_device[first : first + size]
             self.hashed.append((read.checksum, contents))
 
     def hash(self) -> None:

@@ -124,8 +124,10 @@ class DirectReader:
             checksum = self._check(channel, destinations, tensor, offered.tensors[-1])
             if checksum is not None:
                 found.append(_Found(tensor.name, checksum, tensor.checksum))
-            strips = destinations.target(tensor.name).strips
-            reads += [Read(tensor.address, strip, checksum) for strip in strips]
+            reads += [
+                Read(tensor.address, strip, checksum, destinations.on_device(strip.parameter))
+                for strip in destinations.strips(tensor.name)
+            ]
             destinations.note_arrival(tensor.name)
         await _read(channel, remote, offered, reads, hashed=self.checksum)
         if channel.has_ended():
@@ -144,14 +146,14 @@ class DirectReader:
     ) -> xxhash.xxh3_64 | None:
         """What hashes an offered tensor as it is read, if anything has to."""
         mistake = check_offered(
-            destinations.by_name,
+            destinations.expected,
             destinations.arrived.keys(),
             tensor,
             checksums=self.checksum and tensor is not last,
         )
         if mistake is not None:
             raise channel.refused(f"an offer of {mistake.tensor!r}: {mistake.reason}")
-        is_hashed = self.checksum and destinations.target(tensor.name).is_hashed
+        is_hashed = self.checksum and destinations.expected[tensor.name].is_read
         return xxhash.xxh3_64() if is_hashed else None
 
     async def _finish(self, channel: ControlChannel, found: Sequence[_Found]) -> None:
