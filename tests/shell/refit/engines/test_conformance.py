@@ -27,6 +27,11 @@ class TestNixl(FanOutConformance):
     backend = "nixl"
 
 
+class TestNixlDirect(FanOutConformance):
+    backend = "nixl"
+    engine_kwargs: ClassVar[Mapping[str, object]] = {"direct": True}
+
+
 class TestNixlOverIpv6(FanOutConformance):
     backend = "nixl"
     engine_kwargs: ClassVar[Mapping[str, object]] = {"bind_address": "::1"}
@@ -43,4 +48,10 @@ class TestAutoBetweenHosts(FanOutConformance):
     then the same buckets go both ways."""
 
     backend = "auto"
+    environments: ClassVar[Sequence[Mapping[str, str]]] = ({HOST_LABEL: "elsewhere"},)
+
+
+class TestAutoDirect(FanOutConformance):
+    backend = "auto"
+    engine_kwargs: ClassVar[Mapping[str, object]] = {"direct": True}
     environments: ClassVar[Sequence[Mapping[str, str]]] = ({HOST_LABEL: "elsewhere"},)

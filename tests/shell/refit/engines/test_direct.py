@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import aclosing, contextmanager
 
 import pytest
@@ -37,6 +37,10 @@ class Ends:
         worlds = {"train_world_size": 1, "rollout_world_size": 1}
         self.engines[0].init_policy_process_group(worker_rank=0, metadata=metadata, **worlds)
         self.engines[1].init_rollout_process_group(rollout_rank=0, metadata=metadata, **worlds)
+        self.replace_parameters()
+
+    def replace_parameters(self) -> None:
+        """Make the rollout's parameters anew."""
         self.fused = torch.zeros(8, 600)
         self.cut = torch.zeros(40, 30)
         self.destinations = self._destinations()
@@ -63,7 +67,7 @@ class Ends:
             {"fused": self.fused, "cut": self.cut},
         )
 
-    def stream(self, weights: list[tuple[str, torch.Tensor]]) -> list[object]:
+    def stream(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[object]:
         """What the sender and the receiver say: None, or names, or an error."""
         self.engines[1].read_into(self.destinations)
 

@@ -136,22 +136,28 @@ class NixlAgent:
                 ) from error
         return done
 
-    def register_region(self, region: MemoryRegion) -> Registered:
-        """Register memory that is not a transfer buffer.
+    def register_regions(self, regions: Sequence[MemoryRegion]) -> None:
+        """Register memory that is not a transfer buffer: all of one kind, or none.
 
         Raises:
             NixlError: it cannot be.
         """
         try:
-            return self._agent.register_memory(
-                [(region.address, region.size_bytes, region.device, "")],
-                mem_type=region.kind,
-                backends=[self._backend_name],
+            self._agent.register_memory(
+                _rows(regions), mem_type=regions[0].kind, backends=[self._backend_name]
             )
         except Exception as error:
-            raise NixlError(
-                f"{region.size_bytes} bytes cannot be registered with NIXL: {error}"
-            ) from error
+            total = sum(region.size_bytes for region in regions)
+            raise NixlError(f"{total} bytes cannot be registered with NIXL: {error}") from error
+
+    def deregister_regions(self, regions: Sequence[MemoryRegion]) -> None:
+        """Undo `register_regions`, for all of these at once: one by one it would take a time that
+        grows with the square of their number."""
+        by_kind: dict[MemoryKind, list[MemoryRegion]] = {}
+        for region in regions:
+            by_kind.setdefault(region.kind, []).append(region)
+        for kind, same in by_kind.items():
+            self._agent.deregister_memory(self._agent.get_reg_descs(_rows(same), mem_type=kind))
 
     def deregister(self, registered: Sequence[Registered]) -> None:
         """Undo `register`."""
@@ -162,10 +168,7 @@ class NixlAgent:
         """What another agent that knows this one needs to read these registered regions."""
         if len({each.kind for each in regions}) != 1:
             return self.metadata
-        descriptors = self._agent.get_reg_descs(
-            [(each.address, each.size_bytes, each.device, "") for each in regions],
-            mem_type=regions[0].kind,
-        )
+        descriptors = self._agent.get_reg_descs(_rows(regions), mem_type=regions[0].kind)
         return self._agent.get_partial_agent_metadata(descriptors, False, [self._backend_name])
 
     def meet(self, metadata: bytes) -> str:
@@ -289,6 +292,10 @@ class Read:
     def release(self) -> None:
         """End the read, also one that is under way."""
         self._agent.release_xfer_handle(self._handle)
+
+
+def _rows(regions: Sequence[MemoryRegion]) -> list[tuple[int, int, int, str]]:
+    return [(each.address, each.size_bytes, each.device, "") for each in regions]
 
 
 def memory_of(buffer: torch.Tensor) -> tuple[MemoryKind, int]:

@@ -16,7 +16,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,9 +35,6 @@ from rollsync.shell.refit.engines.nixl_agent import (
     memory_of,
 )
 from rollsync.shell.refit.engines.nixl_memory import arrival, as_loss
-
-if TYPE_CHECKING:
-    from nixl_cu12._api import Registered
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +59,6 @@ class _Entry:
 
     storage: StorageWeakRef
     region: MemoryRegion
-    registered: Registered
 
 
 class RegisteredStorages:
@@ -87,34 +83,40 @@ class RegisteredStorages:
             return None
         region = entry.region
         if (region.address, region.size_bytes) != (storage.data_ptr(), storage.nbytes()):
-            self._give_back(storage._cdata)
+            self._give_back([storage._cdata])
             return None
         return MemoryPlace(region.kind, region.device)
 
-    def add(self, tensor: torch.Tensor) -> MemoryPlace:
-        """Register the tensor's storage, which is not registered yet.
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Register the storages of tensors that are in memory of one kind, unless they are.
 
         Raises:
-            NixlError: it cannot be.
+            NixlError: they cannot be; none is.
         """
-        storage = tensor.untyped_storage()
-        kind, device = memory_of(tensor)
-        region = MemoryRegion(kind, device, storage.data_ptr(), storage.nbytes())
-        registered = self._agent().register_region(region)
-        self._entries[storage._cdata] = _Entry(StorageWeakRef(storage), region, registered)
-        self.regions.append(region)
-        return MemoryPlace(kind, device)
+        new: dict[int, _Entry] = {}
+        for tensor in tensors:
+            if self.find(tensor) is None:
+                storage = tensor.untyped_storage()
+                kind, device = memory_of(tensor)
+                region = MemoryRegion(kind, device, storage.data_ptr(), storage.nbytes())
+                new[storage._cdata] = _Entry(StorageWeakRef(storage), region)
+        if new:
+            regions = [entry.region for entry in new.values()]
+            self._agent().register_regions(regions)
+            self._entries |= new
+            self.regions += regions
 
-    def keys_gone(self, keys: Sequence[int]) -> list[int]:
-        """Which of these storages nothing uses any more; they are given back."""
-        gone = [key for key in keys if key in self._entries and self._has_expired(key)]
-        for key in gone:
-            self._give_back(key)
-        return gone
+    def give_back_gone(self, keys: Sequence[int]) -> bool:
+        """Give those of these storages back that nothing uses any more; whether there were any."""
+        gone = [
+            key for key in keys if key in self._entries and self._entries[key].storage.expired()
+        ]
+        self._give_back(gone)
+        return bool(gone)
 
     def forget_gone(self) -> bool:
         """Give back what nothing uses any more; whether anything was since the last time."""
-        self.keys_gone(list(self._entries))
+        self.give_back_gone(list(self._entries))
         found, self._has_gone = self._has_gone, False
         if found:
             self.regions = [entry.region for entry in self._entries.values()]
@@ -122,18 +124,14 @@ class RegisteredStorages:
 
     def release(self) -> None:
         """Give back everything."""
-        for key in list(self._entries):
-            self._give_back(key)
+        self._give_back(list(self._entries))
         self.regions = []
         self._has_gone = False
 
-    def _has_expired(self, key: int) -> bool:
-        expired: bool = self._entries[key].storage.expired()
-        return expired
-
-    def _give_back(self, key: int) -> None:
-        self._has_gone = True
-        self._agent().deregister([self._entries.pop(key).registered])
+    def _give_back(self, keys: Sequence[int]) -> None:
+        if keys:
+            self._has_gone = True
+            self._agent().deregister_regions([self._entries.pop(key).region for key in keys])
 
 
 class RegisteredMemory:
@@ -172,8 +170,7 @@ class RegisteredMemory:
 
     def admit(self, channel: ControlChannel) -> ProbeOffered:
         """Tell the receiver of everything, unless it was told."""
-        if self._storages.find(self._probe) is None:
-            self._storages.add(self._probe)
+        self._storages.add([self._probe])
         agent = None if channel.peer in self._told else self._agent().metadata
         self._told[channel.peer] = len(self._storages.regions)
         return ProbeOffered(
@@ -191,11 +188,12 @@ class RegisteredMemory:
         place = self._storages.find(tensor)
         if place is None and self._may_last(tensor):
             try:
-                place = self._storages.add(tensor)
+                self._storages.add([tensor])
             except NixlError as error:
                 logger.warning("weights come through buckets: %s", error)
-            else:
-                self._new.append(tensor.untyped_storage()._cdata)
+                return None
+            self._new.append(tensor.untyped_storage()._cdata)
+            place = MemoryPlace(*memory_of(tensor))
         return place
 
     def news_for(self, channel: ControlChannel) -> bytes | None:
@@ -209,7 +207,7 @@ class RegisteredMemory:
 
     def settle(self) -> None:
         """Give back at once what was registered for this stream only, and do so no more."""
-        if self._new and self._storages.keys_gone(self._new):
+        if self._new and self._storages.give_back_gone(self._new):
             self._must_last = True
 
     def withdraw(self, *, failed: bool) -> None:
@@ -263,11 +261,12 @@ class OtherRegisteredMemory:
         """Whether the sender's probe can be read, and the parameters can be registered."""
         self._storages.forget_gone()
         try:
-            places = {self._placed(parameter) for parameter in parameters}
-            self._placed(self._probed)
+            places = {memory_of(parameter) for parameter in parameters}
             if len(places) != 1:
                 raise NixlError("the parameters are in the memory of several devices")
-            (self._place,) = places
+            self._place = MemoryPlace(*places.pop())
+            self._storages.add(parameters)
+            self._storages.add([self._probed])
             self._acquaint(probe.agent)
             return await self._read_probe(channel, probe)
         except NixlError as error:
@@ -277,7 +276,8 @@ class OtherRegisteredMemory:
                 channel.peer,
                 error,
             )
-            self._lose()
+            # The buckets of this stream are read over the same agent.
+            self._part()
             return False
 
     def look_at(self, channel: ControlChannel, offered: TensorsOffered) -> None:
@@ -316,9 +316,6 @@ class OtherRegisteredMemory:
         """Forget the sender, and give the parameters back."""
         self._part()
         self._storages.release()
-
-    def _placed(self, tensor: torch.Tensor) -> MemoryPlace:
-        return self._storages.find(tensor) or self._storages.add(tensor)
 
     def _acquaint(self, metadata: bytes | None) -> None:
         """Learn of the sender's agent, if it says anything of it."""
