@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from rollsync.pure.refit.buckets import TensorSpec
+from rollsync.pure.refit.control import Destination
 from rollsync.pure.refit.direct import destinations_of
 from rollsync.pure.refit.load_plan import Copy, Region, SeenParameter, SeenTensor, plan_load
-from rollsync.shell.refit.engines import create_checkpoint_engine
-from rollsync.shell.refit.engines.direct import Destinations
+from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
+from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
 from rollsync.shell.refit.engines.direct_sending import DirectSender
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerRefused
 from rollsync.shell.refit.engines.packing import StreamError
-from rollsync.shell.refit.engines.staged import StagedEngine
+from rollsync.shell.refit.engines.staged import HOST_LABEL, StagedEngine
 
 BUCKET_BYTES = 4096
 BACKENDS = ["shm", "nixl", "auto"]
@@ -71,21 +72,25 @@ class Ends:
         """What the sender and the receiver say: None, or names, or an error."""
         self.engines[1].read_into(self.destinations)
 
-        async def receive() -> list[str]:
-            names = []
-            async with aclosing(self.engines[1].receive_weight_batches()) as batches:
-                async for batch in batches:
-                    names += [name for name, _ in batch]
-            return names
-
         async def both() -> list[object]:
             return list(
                 await asyncio.gather(
-                    self.engines[0].send_weights(iter(weights)), receive(), return_exceptions=True
+                    self.engines[0].send_weights(iter(weights)),
+                    names_of(self.engines[1]),
+                    return_exceptions=True,
                 )
             )
 
         return asyncio.run(both())
+
+
+async def names_of(engine: CheckpointEngine) -> list[str]:
+    """The names that come in batches."""
+    names: list[str] = []
+    async with aclosing(engine.receive_weight_batches()) as batches:
+        async for batch in batches:
+            names += [name for name, _ in batch]
+    return names
 
 
 @contextmanager
@@ -123,6 +128,40 @@ def test_what_is_known_is_read_and_the_rest_is_handed_out(backend: str, checksum
             assert sorted(both.destinations.arrived) == ["k", "o", "q"]
             assert torch.equal(both.fused, torch.cat([sent["q"], sent["k"]]))
             assert torch.equal(both.cut, sent["o"][:, 30:])
+
+
+def test_one_sender_is_read_from_both_ways_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, object] = {"direct": True, "refit_timeout_s": 20.0}
+    here, near, far = (
+        create_checkpoint_engine("auto", bucket_size_bytes=BUCKET_BYTES, engine_kwargs=options)
+        for _ in range(3)
+    )
+    metadata = [here.prepare(), near.prepare()]
+    monkeypatch.setenv(HOST_LABEL, "elsewhere")
+    metadata.append(far.prepare())
+    worlds = {"train_world_size": 1, "rollout_world_size": 2}
+    here.init_policy_process_group(worker_rank=0, metadata=metadata, **worlds)
+    parameters = [torch.zeros(4, 600) for _ in (near, far)]
+    for rank, (engine, parameter) in enumerate(zip((near, far), parameters, strict=True)):
+        engine.init_rollout_process_group(rollout_rank=rank, metadata=metadata, **worlds)
+        assert isinstance(engine, DirectEngine)
+        whole = Region(0, parameter.nbytes)
+        wanted = Destination(name="q", shape=(4, 600), dtype="float32", regions=(whole,))
+        engine.read_into(Destinations([wanted], {"q": [Copy(whole, "p", whole)]}, {"p": parameter}))
+
+    async def all_ends(sent: dict[str, torch.Tensor]) -> list[object]:
+        return list(
+            await asyncio.gather(
+                here.send_weights(iter(sent.items())), *(names_of(each) for each in (near, far))
+            )
+        )
+
+    for _ in range(2):
+        sent = weights()
+        assert asyncio.run(all_ends(sent))[1:] == [[name for name in sent if name != "q"]] * 2
+        assert all(torch.equal(each, sent["q"]) for each in parameters)
+    for engine in (here, near, far):
+        engine.finalize()
 
 
 def test_a_tensor_of_another_form_goes_through_the_buckets(backend: str) -> None:

@@ -24,7 +24,7 @@ from rollsync.shell.refit.engines.nixl_agent import NixlAgent, RegistrationError
 from rollsync.shell.refit.errors import RefitConfigurationError
 from tests.shell.refit.engines.peers import Peer, engine_of, receive_all
 
-BACKENDS = ["shm", "nixl"]
+BACKENDS = ["shm", "nixl", "auto"]
 
 
 @pytest.fixture(params=BACKENDS)

@@ -23,16 +23,17 @@ DEADLINE_S = 10_000.0
 
 
 def cases(moments: Iterable[str]) -> pytest.MarkDecorator:
-    """Every moment with every engine; the agents of NIXL take their time to start."""
+    """Every moment with every engine; the agents of NIXL take their time to start, and `auto` is
+    `shm` here."""
     return pytest.mark.parametrize(
         ("backend", "moment"),
         [
             pytest.param(
                 backend,
                 moment,
-                marks=[pytest.mark.slow] if backend == "nixl" and moment not in QUICK else [],
+                marks=[pytest.mark.slow] if backend != "shm" and moment not in QUICK else [],
             )
-            for backend in ("shm", "nixl")
+            for backend in ("shm", "nixl", "auto")
             for moment in moments
         ],
     )

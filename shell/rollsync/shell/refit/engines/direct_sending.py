@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import xxhash
@@ -40,8 +40,12 @@ from rollsync.shell.refit.engines.packing import StreamError
 from rollsync.shell.refit.load_recorder import bytes_of
 from rollsync.shell.refit.weights import dtype_name
 
-LARGEST_OFFER_BYTES = 8 << 20
+LARGEST_OFFER_BYTES: Final = 8 << 20
 """Of a few tensors: receivers begin to read while the next ones are hashed."""
+MOST_OFFERED: Final = 512
+"""How many small tensors are offered at once: for the same reason."""
+MOST_OFFERS: Final = 16
+"""How many offers may be untaken. What waits longer costs time: Python's collector visits it."""
 
 
 Places = tuple[MemoryPlace, ...]
@@ -177,7 +181,7 @@ class DirectSender:
         self._waiting.append(item)
         self._waiting_bytes += size_bytes
         self._kept.add(item.address)
-        if self._waiting_bytes >= self._offer_bytes:
+        if self._waiting_bytes >= self._offer_bytes or len(self._waiting) == MOST_OFFERED:
             await self._offer()
         if is_late:
             await self._send_checksums(name, self._checksums(name, tensor))
@@ -205,7 +209,10 @@ class DirectSender:
                 await line.channel.send(TensorHashed(offer=self._offers - 1, checksum=checksum))
 
     async def _offer(self) -> None:
-        while self._offered and self._offered_bytes + self._waiting_bytes > self._window_bytes:
+        while self._offered and (
+            self._offered_bytes + self._waiting_bytes > self._window_bytes
+            or len(self._offered) == MOST_OFFERS
+        ):
             await self._await_taken()
         items, self._waiting = self._waiting, []
         for line in self._lines:
