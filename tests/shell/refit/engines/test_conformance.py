@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import pytest
+
 from rollsync.shell.refit.engines.conformance import FanOutConformance
 from rollsync.shell.refit.engines.staged import HOST_LABEL
 
@@ -27,6 +29,7 @@ class TestNixl(FanOutConformance):
     backend = "nixl"
 
 
+@pytest.mark.slow
 class TestNixlDirect(FanOutConformance):
     backend = "nixl"
     engine_kwargs: ClassVar[Mapping[str, object]] = {"direct": True}
