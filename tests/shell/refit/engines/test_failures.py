@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -74,6 +74,12 @@ def test_a_stuck_receiver_is_given_up_at_the_deadline(backend: str) -> None:
     engine.finalize()
 
 
+def entrance(metadata: Mapping[str, object]) -> Mapping[str, object]:
+    """The address and the secret by which a sender of this host comes in."""
+    on_host = metadata.get("on_host")
+    return on_host if isinstance(on_host, Mapping) else metadata
+
+
 def hostile_frames() -> Iterator[bytes]:
     yield struct.pack(">I", 2**32 - 1) + bytes(16)
     bomb = pickle.dumps(print)
@@ -85,7 +91,7 @@ def hostile_frames() -> Iterator[bytes]:
 def test_strangers_are_turned_away_and_the_sender_still_gets_in(backend: str) -> None:
     engine = engine_of(backend, 20.0)
     sender = Peer(engine, backend=backend, role="policy", timeout_s=20.0)
-    address = str(engine.prepare()["address"])
+    address = str(entrance(engine.prepare())["address"])
 
     async def knock(frame: bytes) -> bytes:
         loop = asyncio.get_running_loop()
@@ -116,7 +122,7 @@ def test_silent_strangers_keep_nobody_waiting(backend: str) -> None:
 
     async def both() -> list[str]:
         # More than are greeted at a time, and each would be waited for as long as the sender waits.
-        silent = [await connect(str(metadata[1]["address"])) for _ in range(100)]
+        silent = [await connect(str(entrance(metadata[1])["address"])) for _ in range(100)]
         sending = asyncio.create_task(sender.send_weights(sample_weights().items()))
         names = await receive_all(receiver)
         await sending
@@ -135,7 +141,8 @@ def test_another_runs_secret_does_not_get_in(backend: str) -> None:
     receiver.init_rollout_process_group(
         rollout_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata
     )
-    metadata[1] = {**metadata[1], "secret": "00" * 32}
+    wrong = {**entrance(metadata[1]), "secret": "00" * 32}
+    metadata[1] = {**metadata[1], **wrong, "on_host": wrong}
     sender.init_policy_process_group(
         worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata
     )
