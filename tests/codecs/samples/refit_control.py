@@ -13,7 +13,8 @@ LARGEST: Final = 2**63 - 1
 HELLO: Final = control.Hello(
     nonce=b"\x00\x01",
     proof=b"\xff" * 4,
-    policy_rank=1,
+    sender_rank=1,
+    relays=True,
     rollout_rank=2,
     train_world_size=2,
     rollout_world_size=4,
@@ -125,6 +126,6 @@ SAMPLES: Final = {
     ),
     "accepted": control.ControlMessage(body=control.StreamAccepted()),
     "failed": control.ControlMessage(
-        body=control.Failed(rank=0, stage="load", tensor="", message="вес 𝄞")
+        body=control.Failed(worker="rollout 0", stage="load", tensor="", message="вес 𝄞")
     ),
 }

@@ -8,6 +8,9 @@ says how the stream comes (`StreamBegins`). Then it announces bucket after bucke
 receiver releases when it needs it no more; `StreamEnded` says what the whole stream was, and
 `Failed` may come from either end at any time and is the last message.
 
+The sender is a policy worker, or a rollout worker that relays: that one passes on what its own
+sender says of the stream from `StreamBegins` on, and answers for its receivers.
+
 Where both ends read directly, a second connection carries what the receiver reads straight into its
 parameters: the sender offers a probe (`ProbeOffered`), the receiver says what it will read
 (`DestinationsOffered`, and to a sender that does not know them `DestinationsReported`), and then
@@ -38,7 +41,10 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
 
     nonce: bytes
     proof: bytes
-    policy_rank: int
+    sender_rank: int
+    """The sender's rank on its side."""
+    relays: bool
+    """Whether the sender is a rollout worker itself."""
     rollout_rank: int
     """The rank that the sender means to send to."""
     train_world_size: int
@@ -81,9 +87,11 @@ class PlanAnswered(Struct, frozen=True, kw_only=True, tag="plan_answered"):
     declare its plan, and the receiver finds the difference."""
 
     digest: str | None
-    """That of the receiver's declaration; None when it has none, and takes what comes."""
+    """That of the receiver's declaration; None when it has none, and takes what comes. A relay
+    answers with that of a receiver of its own which has another than the offered one."""
     layout: str | None
-    """`layout.layout_digest` of what this rank keeps; None: all of every tensor."""
+    """`layout.layout_digest` of what this rank keeps; None: all of every tensor. A relay keeps all
+    unless its receivers keep what it does."""
 
 
 class PlanDeclared(Struct, frozen=True, kw_only=True, tag="plan_declared"):
@@ -112,7 +120,7 @@ class StreamBegins(Struct, frozen=True, kw_only=True, tag="stream_begins"):
     bucket_bytes: int
     """Size of one bucket of this stream."""
     layout: str | None
-    """The layout that is sent; None: all of every tensor."""
+    """The layout that is sent, which is the receiver's; None: all of every tensor."""
 
 
 class Piece(Struct, frozen=True, kw_only=True, gc=False):
@@ -249,9 +257,10 @@ class StreamAccepted(Struct, frozen=True, kw_only=True, tag="stream_accepted"):
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
-    """One end gives up."""
+    """One end gives up, or passes on that another worker did."""
 
-    rank: int
+    worker: str
+    """Who failed: `policy 0` or `rollout 3`."""
     stage: str
     tensor: str
     """The tensor being worked on; empty when none was."""

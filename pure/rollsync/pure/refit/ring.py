@@ -8,6 +8,9 @@ go round the end of the ring.
 Rules kept here: a position is filled again only when it was released a whole ring ago; a tensor
 that a receiver waits to have whole in the ring can come to lie there before anything of it is
 released, so that neither end waits for the other.
+
+A relay has a ring of its own, of the same size, in which every byte has the position that it has in
+its sender's; its receivers read from that.
 """
 
 from __future__ import annotations

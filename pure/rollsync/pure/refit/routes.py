@@ -27,11 +27,17 @@ class PolicyWorker(Struct, frozen=True, tag=True):
 
     rank: int
 
+    def __str__(self) -> str:
+        return f"policy {self.rank}"
+
 
 class RolloutWorker(Struct, frozen=True, tag=True):
     """A rollout worker, by its rank among all rollout workers."""
 
     rank: int
+
+    def __str__(self) -> str:
+        return f"rollout {self.rank}"
 
 
 Sender = PolicyWorker | RolloutWorker
@@ -68,9 +74,7 @@ class EngineChoice(Struct, frozen=True, kw_only=True):
     reason: str
 
     def __str__(self) -> str:
-        sender, receiver = self.route.sender, self.route.receiver
-        side = "policy" if isinstance(sender, PolicyWorker) else "rollout"
-        return f"{side} {sender.rank} to rollout {receiver.rank} by {self.engine}: {self.reason}"
+        return f"{self.route.sender} to {self.route.receiver} by {self.engine}: {self.reason}"
 
 
 class RoutingTable(Struct, frozen=True, kw_only=True):
@@ -96,6 +100,37 @@ class RoutingTable(Struct, frozen=True, kw_only=True):
             path.append(sender)
             sender = self.sender_to(sender.rank)
         return (sender, *reversed(path))
+
+    def routes_of(self, policy_rank: int) -> tuple[Route, ...]:
+        """The routes that the weights of a policy worker take, relays' included."""
+        mine = PolicyWorker(policy_rank)
+        return tuple(
+            route for route in self.routes if self.path_to(route.receiver.rank)[0] == mine
+        )
+
+    def patience_with_receiver(self, rollout_rank: int) -> int:
+        """How many steps longer than another a rollout worker is waited for by its sender: as many
+        as there are workers in a row behind it, each of which waits for the next. So of all who
+        wait, the one next to a worker that is stuck gives up first, and can say who it is."""
+        after = [0] * self.rollout_world_size
+        # A relay has a lower rank than whom it relays to.
+        for route in reversed(self.routes[rollout_rank:]):
+            if isinstance(route.sender, RolloutWorker):
+                relay = route.sender.rank
+                after[relay] = max(after[relay], 1 + after[route.receiver.rank])
+        return after[rollout_rank]
+
+    def patience_with_sender(self, rollout_rank: int) -> int:
+        """How many steps longer a rollout worker waits for its sender: longer than any sender for
+        its receiver, and longer than the relays before it."""
+        relays = len(self.path_to(rollout_rank)) - 1
+        in_a_row = relays + self.patience_with_receiver(rollout_rank)
+        return in_a_row + 1 + relays if in_a_row else 0
+
+    @property
+    def has_relays(self) -> bool:
+        """Whether a rollout worker sends."""
+        return any(isinstance(route.sender, RolloutWorker) for route in self.routes)
 
     @property
     def idle_policy_ranks(self) -> tuple[int, ...]:

@@ -58,9 +58,9 @@ def _body(wire: v2.ControlBody) -> control.ControlBody:
             )
         case v1.StreamAccepted():
             return control.StreamAccepted()
-        case v1.Failed():
+        case v2.Failed():
             return control.Failed(
-                rank=wire.rank, stage=wire.stage, tensor=wire.tensor, message=wire.message
+                worker=wire.worker, stage=wire.stage, tensor=wire.tensor, message=wire.message
             )
         case (
             v2.ProbeOffered()
@@ -78,7 +78,7 @@ def _body(wire: v2.ControlBody) -> control.ControlBody:
 
 def _before_the_buckets(
     wire: v1.Challenge
-    | v1.Hello
+    | v2.Hello
     | v1.Welcome
     | v1.MemoryOffered
     | v2.PlanOffered
@@ -91,7 +91,7 @@ def _before_the_buckets(
     match wire:
         case v1.Challenge():
             return control.Challenge(nonce=wire.nonce)
-        case v1.Hello():
+        case v2.Hello():
             return _hello(wire)
         case v1.Welcome():
             return control.Welcome(proof=wire.proof, needs_memory=wire.needs_memory)
@@ -122,11 +122,12 @@ def _before_the_buckets(
             assert_never(wire)
 
 
-def _hello(wire: v1.Hello) -> control.Hello:
+def _hello(wire: v2.Hello) -> control.Hello:
     return control.Hello(
         nonce=wire.nonce,
         proof=wire.proof,
-        policy_rank=wire.policy_rank,
+        sender_rank=wire.sender_rank,
+        relays=wire.relays,
         rollout_rank=wire.rollout_rank,
         train_world_size=wire.train_world_size,
         rollout_world_size=wire.rollout_world_size,

@@ -1,5 +1,5 @@
 """Version 2 of a control message: tied weights are named, plans compared, layouts reported, tensors
-read directly, and buckets come and go in parts."""
+read directly, buckets come and go in parts, and rollout workers relay."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from rollsync.codecs.refit.control import v1
 
 _ALL: Final = 2**63 - 1
 """More bytes than a bucket has."""
+
+
+class Hello(Wire, frozen=True, kw_only=True, tag="hello"):
+    """The sender introduces itself."""
+
+    nonce: bytes
+    proof: bytes
+    sender_rank: Natural
+    relays: bool
+    rollout_rank: Natural
+    train_world_size: Natural
+    rollout_world_size: Natural
+    bucket_bytes: Natural
+    buckets: Natural
+    memory_id: str
 
 
 class PlanOffered(Wire, frozen=True, kw_only=True, tag="plan_offered"):
@@ -158,9 +173,18 @@ class TensorsTaken(Wire, frozen=True, kw_only=True, tag="tensors_taken"):
     offer: Natural
 
 
+class Failed(Wire, frozen=True, kw_only=True, tag="failed"):
+    """A worker gives up."""
+
+    worker: str
+    stage: str
+    tensor: str
+    message: str
+
+
 ControlBody = (
     v1.Challenge
-    | v1.Hello
+    | Hello
     | v1.Welcome
     | v1.MemoryOffered
     | PlanOffered
@@ -180,7 +204,7 @@ ControlBody = (
     | TensorsTaken
     | v1.StreamEnded
     | v1.StreamAccepted
-    | v1.Failed
+    | Failed
 )
 
 
@@ -191,19 +215,49 @@ class ControlMessage(Wire, frozen=True, kw_only=True):
 
 
 def from_v1(message: v1.ControlMessage) -> ControlMessage:
-    """The message: buckets came and went whole, and no tensor had further names."""
-    body = message.body
-    if isinstance(body, v1.BucketReleased):
-        return ControlMessage(body=BucketReleased(bucket=body.bucket, released_bytes=_ALL))
-    if not isinstance(body, v1.BucketFilled):
-        return ControlMessage(body=body)
-    return ControlMessage(
-        body=BucketFilled(
-            bucket=body.bucket,
-            begin_bytes=0,
-            filled_bytes=body.filled_bytes,
-            checksum=body.checksum,
-            pieces=body.pieces,
-            aliases=(),
-        )
+    """The message: buckets came and went whole, no tensor had further names, only policy workers
+    sent, and who failed did not say on which side it was."""
+    match message.body:
+        case v1.Hello() as body:
+            return ControlMessage(body=_hello(body))
+        case v1.BucketReleased() as body:
+            return ControlMessage(body=BucketReleased(bucket=body.bucket, released_bytes=_ALL))
+        case v1.BucketFilled() as body:
+            return ControlMessage(body=_filled(body))
+        case v1.Failed() as body:
+            return ControlMessage(
+                body=Failed(
+                    worker=f"worker {body.rank}",
+                    stage=body.stage,
+                    tensor=body.tensor,
+                    message=body.message,
+                )
+            )
+        case body:
+            return ControlMessage(body=body)
+
+
+def _hello(body: v1.Hello) -> Hello:
+    return Hello(
+        nonce=body.nonce,
+        proof=body.proof,
+        sender_rank=body.policy_rank,
+        relays=False,
+        rollout_rank=body.rollout_rank,
+        train_world_size=body.train_world_size,
+        rollout_world_size=body.rollout_world_size,
+        bucket_bytes=body.bucket_bytes,
+        buckets=body.buckets,
+        memory_id=body.memory_id,
+    )
+
+
+def _filled(body: v1.BucketFilled) -> BucketFilled:
+    return BucketFilled(
+        bucket=body.bucket,
+        begin_bytes=0,
+        filled_bytes=body.filled_bytes,
+        checksum=body.checksum,
+        pieces=body.pieces,
+        aliases=(),
     )

@@ -1,7 +1,8 @@
 """One end of a stream's control connection: whole, authenticated messages over a socket.
 
 Rules kept here: a frame's length is checked before anything is allocated for it; its code is
-checked before it is decoded; every wait has a deadline; and an ended connection is noticed at once.
+checked before it is decoded; every wait for an answer that the other end owes has a deadline; and
+an ended connection is noticed at once.
 What an admitted peer says is looked for without a pause for a moment before it is waited for:
 waking a sleeping process takes longer than most answers do.
 
@@ -88,6 +89,11 @@ class ControlChannel:
         self._aside: type[ControlBody] | None = None
         self._set_aside: deque[tuple[ControlBody, bytes]] = deque()
         self._others: deque[tuple[ControlBody, bytes]] = deque()
+        self._expects = True
+        self._deadline: asyncio.Timeout | None = None
+        self._interruption: Exception | None = None
+        self.looks = True
+        """Whether an answer is looked for before it is waited for."""
         self.while_looking: Callable[[], object] = os.sched_yield
         """What is done between two looks for an answer."""
         self.stage = "connected"
@@ -102,6 +108,20 @@ class ControlChannel:
         """Go on where `earlier` was, over the same connection."""
         self._sent, self._received = earlier._sent, earlier._received
         self._unread = earlier._unread
+
+    def expect(self, expects: bool) -> None:
+        """Whether the other end owes an answer from now on; if not, it may take any time."""
+        before, self._expects = self._expects, expects
+        if self._deadline is not None and before != expects and not self._deadline.expired():
+            end = asyncio.get_running_loop().time() + self._timeout_s
+            self._deadline.reschedule(end if expects else None)
+
+    def interrupt(self, error: Exception) -> None:
+        """Let whoever waits for the other end, now or later, fail with `error`: the stream has
+        failed elsewhere. What is sent still gets there."""
+        self._interruption = self._interruption or error
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RD)
 
     async def send(self, body: ControlBody) -> bytes:
         """Send one message; the bytes of the message."""
@@ -177,11 +197,10 @@ class ControlChannel:
         (self._set_aside if aside else self._others).append(message)
 
     async def _next(self) -> tuple[ControlBody, bytes]:
+        if self._interruption is not None:
+            raise self._interruption
         try:
-            frame = self._frame() or self._look()
-            if frame is None:
-                async with asyncio.timeout(self._timeout_s):
-                    frame = await self._waited_for()
+            frame = self._frame() or self._look() or await self._waited_for()
         except TimeoutError as error:
             raise self._timeout(f"{self.peer} said nothing") from error
         except OSError as error:
@@ -194,6 +213,8 @@ class ControlChannel:
         Raises:
             PeerFailed, PeerLost, PeerRefused: see `receive`.
         """
+        if self._interruption is not None:
+            raise self._interruption
         try:
             frame = self._frame()
             if frame is None and self._read_now():
@@ -215,10 +236,11 @@ class ControlChannel:
         if isinstance(body, Failed):
             at = f", at tensor {body.tensor}" if body.tensor else ""
             raise PeerFailed(
-                f"{self.peer} failed while it {body.stage}{at}: {body.message}",
+                f"{body.worker} failed while it {body.stage}{at}: {body.message}",
                 rank=self.rank,
                 stage=self.stage,
                 tensor=body.tensor,
+                failed=body,
             )
         return body, message
 
@@ -227,7 +249,10 @@ class ControlChannel:
         return self.refused(f"an unexpected message, {type(body).__name__}")
 
     def has_ended(self) -> bool:
-        """Whether the other end has closed the connection, or died."""
+        """Whether the other end has closed the connection, or died, or the stream was
+        interrupted."""
+        if self._interruption is not None:
+            return True
         if self._unread:
             return False
         try:
@@ -243,6 +268,9 @@ class ControlChannel:
 
     async def _last_words(self) -> None:
         """Raise `PeerFailed` if the other end has said why it went."""
+        if self._deadline is not None or self._interruption is not None:
+            # Whoever waits for it elsewhere hears that, or has heard of something before.
+            return
         with contextlib.suppress(PeerLost, PeerRefused):
             async with asyncio.timeout(FAREWELL_S):
                 while True:
@@ -257,7 +285,7 @@ class ControlChannel:
 
     def _look(self) -> tuple[bytes, bytes] | None:
         """The next frame, if it comes soon. A stranger is not worth the event loop's time."""
-        if not self._key:
+        if not self._key or not self.looks:
             return None
         end = time.monotonic() + _SPIN_S
         while True:
@@ -268,10 +296,21 @@ class ControlChannel:
             self.while_looking()
 
     async def _waited_for(self) -> tuple[bytes, bytes]:
-        loop = asyncio.get_running_loop()
-        while (frame := self._frame()) is None:
-            self._take(await loop.sock_recv(self.connection, _READ_BYTES))
-        return frame
+        try:
+            async with asyncio.timeout(self._timeout_s if self._expects else None) as deadline:
+                self._deadline = deadline
+                while (frame := self._frame()) is None:
+                    if not self._read_now():
+                        await _readable(self.connection)
+                return frame
+        except TimeoutError:
+            # What came while this process was busy is not late.
+            while (frame := self._frame()) is None:
+                if not self._read_now():
+                    raise
+            return frame
+        finally:
+            self._deadline = None
 
     def _read_now(self) -> bool:
         """Take what has come; whether anything has."""
@@ -283,7 +322,7 @@ class ControlChannel:
 
     def _take(self, part: bytes) -> None:
         if not part:
-            raise self.lost()
+            raise ConnectionResetError
         self._unread += part
 
     def _frame(self) -> tuple[bytes, bytes] | None:
@@ -317,9 +356,9 @@ class ControlChannel:
             remedy="see the other worker's log; raise refit_timeout_s if it is only slow",
         )
 
-    def lost(self) -> PeerLost:
+    def lost(self) -> Exception:
         """The error for a connection that ended."""
-        return PeerLost(
+        return self._interruption or PeerLost(
             f"{self.peer} is gone",
             rank=self.rank,
             stage=self.stage,
@@ -335,6 +374,17 @@ class ControlChannel:
             tensor=self.tensor,
             remedy="make sure that both ends are of one run and one version of rollsync",
         )
+
+
+async def _readable(connection: socket.socket) -> None:
+    """Wait until something has come, or the connection has ended; nothing is taken."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(connection, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(connection)
 
 
 def _drain(connection: socket.socket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollsync.pure.refit.control import Failed
 from rollsync.shell.refit.errors import RefitError
 
 
@@ -33,8 +34,35 @@ class PeerLost(TransferError, ConnectionError):
 
 
 class PeerFailed(TransferError):
-    """The other end gave up, and said why."""
+    """The other end gave up, and said why.
+
+    Args:
+        failed: what it said, which may be of a worker behind it; None if it did not say it so.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: str,
+        stage: str,
+        tensor: str = "",
+        remedy: str = "",
+        failed: Failed | None = None,
+    ) -> None:
+        super().__init__(message, rank=rank, stage=stage, tensor=tensor, remedy=remedy)
+        self.failed = failed
 
 
 class PeerRefused(TransferError):
     """The other end does not know the run's secret, or sent what no end of a stream sends."""
+
+
+def told_of(error: BaseException, here: Failed) -> Failed:
+    """What the other workers of a stream are told: who failed first, as far as that is known.
+
+    Args:
+        error: what ended the stream here.
+        here: what there is to say if it was not heard from another worker.
+    """
+    return error.failed if isinstance(error, PeerFailed) and error.failed is not None else here

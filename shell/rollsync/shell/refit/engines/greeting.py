@@ -14,7 +14,9 @@ import secrets
 import socket
 from dataclasses import dataclass
 
+from rollsync.pure.refit import PolicyWorker, RolloutWorker
 from rollsync.pure.refit.control import Challenge, Failed, Hello, Welcome
+from rollsync.pure.refit.routes import Sender as SendingWorker
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
 from rollsync.shell.refit.engines.errors import PeerLost, TransferError, TransferTimeout
@@ -30,8 +32,9 @@ _MOST_STRANGERS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Who this receiver is, to check the sender's greeting against."""
+    """Who this receiver is and whom it expects, to check the sender's greeting against."""
 
+    sender: SendingWorker
     rollout_rank: int
     train_world_size: int
     rollout_world_size: int
@@ -39,24 +42,34 @@ class Place:
     @property
     def name(self) -> str:
         """This worker in words."""
-        return f"rollout {self.rollout_rank}"
+        return str(RolloutWorker(self.rollout_rank))
 
     def check(self, hello: Hello) -> None:
         """Raise `RefitConfigurationError` if the sender means somebody else."""
+        sender = sending_worker(hello)
         counted = (hello.train_world_size, hello.rollout_world_size)
         if counted != (self.train_world_size, self.rollout_world_size):
             raise RefitConfigurationError(
-                f"policy {hello.policy_rank} counts {counted[0]} policy and {counted[1]} rollout"
+                f"{sender} counts {counted[0]} policy and {counted[1]} rollout"
                 f" workers, {self.name} counts {self.train_world_size} and"
                 f" {self.rollout_world_size}",
                 remedy="set both sides up with the same world sizes",
             )
         if hello.rollout_rank != self.rollout_rank:
             raise RefitConfigurationError(
-                f"policy {hello.policy_rank} means rollout {hello.rollout_rank},"
-                f" this is {self.name}",
+                f"{sender} means rollout {hello.rollout_rank}, this is {self.name}",
                 remedy="give every worker the same metadata, in the same order",
             )
+        if sender != self.sender:
+            raise RefitConfigurationError(
+                f"{sender} sends to {self.name}, which {self.sender} should",
+                remedy="give every worker the same options and metadata, in the same order",
+            )
+
+
+def sending_worker(hello: Hello) -> SendingWorker:
+    """Who greets."""
+    return (RolloutWorker if hello.relays else PolicyWorker)(hello.sender_rank)
 
 
 @dataclass(frozen=True)
@@ -108,10 +121,10 @@ class Greeting:
             if isinstance(error, TransferError):
                 raise
             raise TransferTimeout(
-                f"no sender came for {self._timeout_s:g} s",
+                f"{self._place.sender} did not come for {self._timeout_s:g} s",
                 rank=self._place.name,
                 stage="waited for the sender",
-                remedy="see the policy worker's log; raise refit_timeout_s if it is only slow",
+                remedy="see the log of that worker; raise refit_timeout_s if it is only slow",
             ) from error
         finally:
             for task in self._greeted:
@@ -134,8 +147,10 @@ class Greeting:
                         return admitted
                 if dying.done():
                     dying.result()
+                    relays = isinstance(self._place.sender, RolloutWorker)
+                    side = "rollout" if relays else "policy"
                     raise PeerLost(
-                        "the policy worker that sends to it is gone",
+                        f"the {side} worker that sends to it is gone",
                         rank=self._place.name,
                         stage="waited for the sender",
                         remedy="see that worker's log for why it ended",
@@ -180,14 +195,14 @@ class Greeting:
         try:
             self._place.check(hello)
         except RefitConfigurationError as error:
-            rank = self._place.rollout_rank
-            await channel.send(Failed(rank=rank, stage="connected", tensor="", message=str(error)))
+            me = self._place.name
+            await channel.send(Failed(worker=me, stage="connected", tensor="", message=str(error)))
             raise
         needs_memory = not self._medium.knows(hello.memory_id)
         await channel.send(
             Welcome(proof=proof(secret, "receiver", nonce, hello.nonce), needs_memory=needs_memory)
         )
-        greeted = self._channel(connection, f"policy {hello.policy_rank}", self._timeout_s)
+        greeted = self._channel(connection, str(sending_worker(hello)), self._timeout_s)
         greeted.authenticate(secret, nonce, hello.nonce)
         greeted.continue_from(channel)
         return Sender(greeted, await self._medium.take_over(greeted, hello))

@@ -103,6 +103,8 @@ class SharedBuffers:
 class SharedMedium:
     """The shared buffers that a receiver has mapped: the newest sender's only."""
 
+    own: None = None
+
     def __init__(self) -> None:
         self.assembly = Assembly()
         self._mapped: SharedBuffers | None = None
@@ -122,7 +124,7 @@ class SharedMedium:
             for each in descriptors:
                 os.close(each)
             raise PeerRefused(
-                f"policy {hello.policy_rank} announced {hello.buckets} buffers of"
+                f"{channel.peer} announced {hello.buckets} buffers of"
                 f" {hello.bucket_bytes} bytes and handed over {sizes}",
                 rank=channel.rank,
                 stage="connected",

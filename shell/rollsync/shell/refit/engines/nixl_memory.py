@@ -21,6 +21,7 @@ import torch
 from rollsync.pure.refit.control import Hello, MemoryOffered
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused, TransferTimeout
+from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.mapping import huge_pages, map_file
 from rollsync.shell.refit.engines.memory import check_free, reserve_buffers
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent, NixlError, Read, memory_of
@@ -125,15 +126,15 @@ class NixlMedium:
 
     Args:
         agent: this worker's agent.
-        buffers: this worker's buffers.
+        buffers: this worker's, registered with that agent; this object releases them.
         timeout_s: how long one read may take.
     """
 
-    def __init__(self, agent: NixlAgent, buffers: RegisteredBuffers, timeout_s: float) -> None:
+    def __init__(self, agent: NixlAgent, buffers: SenderMemory, timeout_s: float) -> None:
         self.region = buffers.region
         self.assembly = Assembly()
+        self.own: SenderMemory = buffers
         self._agent = agent
-        self._buffers = buffers
         self._timeout_s = timeout_s
         self._sender: _Sender | None = None
         self._reads: dict[int, Read] = {}
@@ -158,7 +159,7 @@ class NixlMedium:
         first = next(iter(offered.addresses), 0)
         if offered.addresses != _addresses(first, own.count, own.buffer_bytes):
             raise PeerRefused(
-                f"policy {hello.policy_rank} has {len(offered.addresses)} buffers of"
+                f"{channel.peer} has {len(offered.addresses)} buffers of"
                 f" {hello.bucket_bytes} bytes, here there are {own.count} of {own.buffer_bytes}",
                 rank=channel.rank,
                 stage="connected",
@@ -203,8 +204,8 @@ class NixlMedium:
         """Forget the sender, and give this worker's buffers back."""
         self._end_reads()
         self._forget_sender()
-        self._buffers.release()
-        self.region = self._buffers.region
+        self.own.release()
+        self.region = self.own.region
         self.assembly.release()
 
     def _end_reads(self) -> None:

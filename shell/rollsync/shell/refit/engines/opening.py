@@ -23,8 +23,10 @@ from rollsync.pure.refit.control import (
     StreamBegins,
 )
 from rollsync.pure.refit.errors import TensorsDiffer
+from rollsync.pure.refit.relays import answer_for_all, differs
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.declared import Declaration, Layout
+from rollsync.shell.refit.engines.relaying import Relay
 from rollsync.shell.refit.errors import WeightMismatch
 
 STAGE = "compared the declarations"
@@ -78,11 +80,14 @@ async def offer_plan(
     return answer.layout
 
 
-async def answer_plan(channel: ControlChannel, expectation: Expectation) -> StreamBegins:
-    """The receiver's half: how the stream comes.
+async def answer_plan(
+    channel: ControlChannel, expectation: Expectation, relay: Relay | None
+) -> StreamBegins:
+    """The receiver's half, for those too that it relays to: how the stream comes.
 
     Raises:
         WeightMismatch: the sender has another declaration.
+        PeerFailed: one of those it relays to has another one than the sender.
     """
     channel.stage = STAGE
     offered, _ = await channel.receive()
@@ -90,20 +95,24 @@ async def answer_plan(channel: ControlChannel, expectation: Expectation) -> Stre
         raise channel.unexpected(offered)
     declaration, layout = expectation.declaration, expectation.layout
     agreed = declaration is not None and declaration.digest == offered.digest
-    wanted = layout if agreed else None
-    digest = None if wanted is None else wanted.digest
-    await channel.send(
-        PlanAnswered(digest=None if declaration is None else declaration.digest, layout=digest)
+    own = PlanAnswered(
+        digest=None if declaration is None else declaration.digest,
+        layout=None if layout is None or not agreed else layout.digest,
     )
-    if declaration is not None and offered.digest is not None and not agreed:
+    others = () if relay is None else await relay.offer(channel, offered)
+    answer = answer_for_all(offered.digest, own, others)
+    await channel.send(answer)
+    if declaration is not None and differs(offered.digest, own):
         await _explain_difference(channel, declaration)
+    if relay is not None and differs(offered.digest, answer):
+        await relay.explain_difference(channel, offered)
     body, _ = await channel.receive()
-    if isinstance(body, LayoutRequested) and wanted is not None:
-        await channel.send(LayoutReported(parts=wanted.parts))
+    if isinstance(body, LayoutRequested) and layout is not None and answer.layout is not None:
+        await channel.send(LayoutReported(parts=layout.parts))
         body, _ = await channel.receive()
-    if not isinstance(body, StreamBegins) or body.layout != digest:
+    if not isinstance(body, StreamBegins) or body.layout not in (answer.layout, None):
         raise channel.unexpected(body)
-    expectation.comes_in_parts = wanted is not None
+    expectation.comes_in_parts = body.layout is not None
     return body
 
 

@@ -1,12 +1,13 @@
 """The receiving end of one stream.
 
 Rules kept here: nothing is handed on before its checksum was compared; memory is released when the
-consumer asks for the next batch, which is when it has loaded this one; and the stream is accepted
-when all of it is loaded.
+consumer asks for the next batch, which is when it has loaded this one; the stream is accepted when
+all of it is loaded; and whatever ends it early is told to everybody at the other ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -32,12 +33,13 @@ from rollsync.shell.refit.engines.base import Batch
 from rollsync.shell.refit.engines.batches import ConsumerStop
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.direct_receiving import DirectReader
-from rollsync.shell.refit.engines.errors import PeerRefused
+from rollsync.shell.refit.engines.errors import PeerRefused, TransferError, told_of
 from rollsync.shell.refit.engines.greeting import Greeting, Place
 from rollsync.shell.refit.engines.lifelines import HeldLifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
 from rollsync.shell.refit.engines.opening import Expectation, answer_plan
 from rollsync.shell.refit.engines.packing import SLICE_BYTES, StreamUnpacker
+from rollsync.shell.refit.engines.relaying import Relay
 from rollsync.shell.refit.engines.rings import Assembly, RunningChecksum, StreamRing
 
 READS_AHEAD: Final = 2
@@ -54,6 +56,7 @@ async def receive_stream(
     timeout_s: float,
     stop: ConsumerStop,
     direct: DirectReader | None,
+    relay: Relay | None,
 ) -> AsyncGenerator[Batch, None]:
     """The batches of the next stream.
 
@@ -66,14 +69,18 @@ async def receive_stream(
         timeout_s: how long one wait may take.
         stop: where the consumer's error is noted when it stops early.
         direct: reads what does not come in batches; None: everything does.
+        relay: hands the stream on; None: this worker feeds nobody.
     """
-    sender = await Greeting(listener, feeder, medium, place, timeout_s).sender()
-    channel = sender.channel
-    async with _telling(channel, place.rollout_rank, stop):
-        begins = await answer_plan(channel, expectation)
+    ends = _Ends(relay)
+    async with _telling(ends, place, stop):
+        if relay is not None:
+            relay.connect()
+        sender = await Greeting(listener, feeder, medium, place, timeout_s).sender()
+        channel = ends.sender = sender.channel
+        begins = await answer_plan(channel, expectation, relay)
         if direct is not None:
             await direct.open(channel)
-        arrivals = _Arrivals(channel, sender.memory, begins, medium.assembly, direct)
+        arrivals = _Arrivals(channel, sender.memory, begins, medium.assembly, direct, relay)
         async with aclosing(arrivals.batches()) as arriving:
             async for whole in arriving:
                 yield whole
@@ -91,10 +98,13 @@ class _Arrivals:
         begins: StreamBegins,
         assembly: Assembly,
         direct: DirectReader | None,
+        relay: Relay | None,
     ) -> None:
         self._channel = channel
         self._memory = memory
+        self._begins = begins
         self._direct = direct
+        self._relay = relay
         if (
             begins.first_byte + begins.bucket_bytes * memory.region.count > memory.region.size
             or begins.first_byte % ALIGNMENT_BYTES
@@ -106,29 +116,40 @@ class _Arrivals:
         self._digest = xxhash.xxh3_128()
         self._buckets = 0
         self._announced_bytes = 0
-        self._released = 0
+        # Before which position this worker needs nothing; what it has released, which is less when
+        # it relays to a slower one; and so that one release is said at a time.
+        self._settled = self._released = 0
+        self._releasing = asyncio.Lock()
         # What is announced and not handed on yet; of these, how many are being read.
         self._coming: deque[BucketFilled | TensorsOffered | TensorHashed | StreamEnded] = deque()
         self._started = 0
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
         """The tensors as they become whole; a batch is done with when the next is asked for."""
+        relay = self._relay
+        if relay is not None:
+            await relay.begin(self._channel, self._begins, self._ring.ring, self._release)
         while True:
             part = await self._next()
             if isinstance(part, StreamEnded):
                 self._check_end(part)
+                if relay is not None:
+                    await relay.end(self._channel, part)
                 return
             if isinstance(part, TensorsOffered | TensorHashed):
                 await self._take_directly(part)
                 continue
             self._check_contents(part)
+            if relay is not None:
+                await relay.pass_on(part, self._ring.ring.position(part.bucket, part.filled_bytes))
             whole = self._unpacker.take(part)
             # The next part travels while this one is loaded.
             self._look_ahead()
             if whole:
                 self._enter("loaded", whole[0][0])
                 yield whole
-            await self._release(self._unpacker.settle())
+            self._settled = self._unpacker.settle()
+            await self._release()
 
     async def _take_directly(self, news: TensorsOffered | TensorHashed) -> None:
         if self._direct is None:
@@ -194,13 +215,17 @@ class _Arrivals:
         left = self._ring.ring.bucket_bytes - self._announced_bytes
         return not self._buckets or left < ALIGNMENT_BYTES
 
-    async def _release(self, position: int) -> None:
-        """Let the sender fill again what lies before `position`."""
-        if position == self._released:
-            return
-        self._released = position
-        bucket, released_bytes = self._ring.ring.bucket_at(position)
-        await self._channel.send(BucketReleased(bucket=bucket, released_bytes=released_bytes))
+    async def _release(self) -> None:
+        """Let the sender fill again what nobody needs any more, here or further on."""
+        async with self._releasing:
+            relay, position = self._relay, self._settled
+            if relay is not None:
+                position = relay.released_by_all(position)
+            if position == self._released:
+                return
+            self._released = position
+            bucket, released_bytes = self._ring.ring.bucket_at(position)
+            await self._channel.send(BucketReleased(bucket=bucket, released_bytes=released_bytes))
 
     def _check_end(self, ended: StreamEnded) -> None:
         self._unpacker.check_complete()
@@ -250,23 +275,50 @@ class _Arrivals:
         )
 
 
+class _Ends:
+    """The other ends of one stream: its sender, as soon as it has come, and whom it goes on to."""
+
+    def __init__(self, relay: Relay | None) -> None:
+        self.relay = relay
+        self.sender: ControlChannel | None = None
+
+    def where(self, error: BaseException) -> tuple[str, str]:
+        """The stage and the tensor at which an error came."""
+        if isinstance(error, TransferError):
+            return error.stage, error.tensor
+        return ("connected", "") if self.sender is None else (self.sender.stage, self.sender.tensor)
+
+    async def tell(self, failed: Failed) -> None:
+        """Tell all that are connected, and end the connections."""
+        if self.sender is not None:
+            await self.sender.part(failed)
+        if self.relay is not None:
+            await self.relay.tell(failed)
+
+    def close(self) -> None:
+        """End the connections."""
+        for end in (self.sender, self.relay):
+            if end is not None:
+                end.close()
+
+
 @asynccontextmanager
-async def _telling(
-    channel: ControlChannel, rollout_rank: int, stop: ConsumerStop
-) -> AsyncIterator[None]:
-    """Tell the sender of whatever ends the stream early, and close the connection."""
+async def _telling(ends: _Ends, place: Place, stop: ConsumerStop) -> AsyncIterator[None]:
+    """Tell the other ends of whatever ends the stream early, and close the connections."""
     try:
         yield
     except BaseException as error:
-        failed = Failed(
-            rank=rollout_rank,
-            stage=channel.stage,
-            tensor=channel.tensor,
-            message=stop.describe(error),
+        if ends.relay is not None:
+            await ends.relay.stop()
+        stage, tensor = ends.where(error)
+        here = Failed(
+            worker=place.name, stage=stage, tensor=tensor, message=stop.describe(error)
         )
-        await channel.part(failed)
+        await ends.tell(told_of(error, here))
         raise
-    channel.close()
+    if ends.relay is not None:
+        await ends.relay.stop()
+    ends.close()
 
 
 def _finish_loads() -> None:
