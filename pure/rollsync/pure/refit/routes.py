@@ -104,9 +104,7 @@ class RoutingTable(Struct, frozen=True, kw_only=True):
     def routes_of(self, policy_rank: int) -> tuple[Route, ...]:
         """The routes that the weights of a policy worker take, relays' included."""
         mine = PolicyWorker(policy_rank)
-        return tuple(
-            route for route in self.routes if self.path_to(route.receiver.rank)[0] == mine
-        )
+        return tuple(route for route in self.routes if self.path_to(route.receiver.rank)[0] == mine)
 
     def patience_with_receiver(self, rollout_rank: int) -> int:
         """How many steps longer than another a rollout worker is waited for by its sender: as many

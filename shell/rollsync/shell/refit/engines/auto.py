@@ -1,7 +1,8 @@
 """The `auto` engine: each route over shared memory where both ends are on one host, else over NIXL.
 
 A policy worker with receivers of both kinds packs each bucket once: into shared memory that is
-registered with NIXL as well, which the ones map and the others read from afar.
+registered with NIXL as well, which the ones map and the others read from afar. A rollout worker
+that relays to both kinds reads into such memory.
 
 Rules kept here: `rollsync.pure.refit.choose_engine` decides, for both ends from the same metadata;
 and NIXL is started only by a worker with a route that needs it, unless that was asked for.
@@ -10,10 +11,17 @@ and NIXL is started only by a worker with a route that needs it, unless that was
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from rollsync.pure.refit import EngineChoice, PolicyWorker, RolloutWorker, Route, choose_engine
+from rollsync.pure.refit import (
+    EngineChoice,
+    PolicyWorker,
+    Route,
+    RoutingTable,
+    choose_engine,
+)
+from rollsync.pure.refit.routes import Sender
 from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
 from rollsync.shell.refit.engines.base import RoutingEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
@@ -24,7 +32,12 @@ from rollsync.shell.refit.engines.nixl import NixlEnd
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
 from rollsync.shell.refit.engines.nixl_memory import RegisteredBuffers
 from rollsync.shell.refit.engines.process_memory import process_memory
-from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
+from rollsync.shell.refit.engines.staged import (
+    BUFFERS,
+    DEFAULT_TIMEOUT_S,
+    StagedEngine,
+    place_of,
+)
 
 
 class AutoCheckpointEngine(StagedEngine, RoutingEngine):
@@ -44,6 +57,8 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
             see the `shm` engine.
         preinit: start NIXL's agent now and not when it turns out that a route needs it, as that
             takes about a second.
+        relay: let rollout workers hand weights on wherever a link between hosts would carry them
+            more often than once for each policy worker.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -61,6 +76,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         refit_timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = True,
         direct: bool = False,
+        relay: bool = False,
         release_after_refit: bool = False,
     ) -> None:
         check_shared_memory(self.backend)
@@ -71,10 +87,12 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
             refit_timeout_s=refit_timeout_s,
             checksum=checksum,
             direct=self._both_ways(refit_timeout_s) if direct else None,
+            relay=relay,
         )
         self._bind_address = bind_address
         self._on_host: Listener | None = None
         self._choices: tuple[EngineChoice, ...] = ()
+        self._all_choices: tuple[EngineChoice, ...] = ()
         if preinit:
             self._nixl.agent()
 
@@ -83,8 +101,9 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
 
     @property
     def choices(self) -> tuple[EngineChoice, ...]:
-        """What carries each of this worker's routes; none before its process group is set up."""
-        return self._choices
+        """What carries each of this worker's routes, and a policy worker's on to where relays take
+        them; none before its process group is set up."""
+        return self._all_choices
 
     def prepare(self) -> dict[str, object]:
         """Listen for the sender, wherever it is."""
@@ -104,7 +123,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
             self._on_host.close()
             self._on_host = None
         self._nixl.stop()
-        self._choices = ()
+        self._choices = self._all_choices = ()
 
     def _listen(self) -> Listener:
         return Listener.on_network(self._bind_address or address_of_this_host())
@@ -113,50 +132,63 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         """One of the two ways reaches every host."""
 
     def _take_routes(
-        self, routes: Sequence[Route], workers: Sequence[Mapping[str, object]]
+        self, me: Sender, table: RoutingTable, workers: Sequence[Mapping[str, object]]
     ) -> None:
-        before = self._carriers
-        self._choices = tuple(
-            choose_engine(
-                route,
-                self._host_of(route.sender, workers),
-                self._host_of(route.receiver, workers),
+        def host_of(worker: Sender) -> str:
+            return str(workers[place_of(worker, table.train_world_size)]["host"])
+
+        def chosen(routes: Iterable[Route]) -> tuple[EngineChoice, ...]:
+            return tuple(
+                choose_engine(each, host_of(each.sender), host_of(each.receiver)) for each in routes
             )
-            for route in routes
-        )
+
+        before = self._carriers
+        self._choices = chosen(each for each in table.routes if me in (each.sender, each.receiver))
+        starts_here = isinstance(me, PolicyWorker)
+        self._all_choices = chosen(table.routes_of(me.rank)) if starts_here else self._choices
         if self._carriers != before:
             self._release_memory()
-
-    def _host_of(
-        self, worker: PolicyWorker | RolloutWorker, workers: Sequence[Mapping[str, object]]
-    ) -> str:
-        before = 0 if isinstance(worker, PolicyWorker) else self._train_world_size
-        return str(workers[before + worker.rank]["host"])
 
     @property
     def _carriers(self) -> set[str]:
         return {choice.engine for choice in self._choices}
 
+    def _carrier_to(self, rollout_rank: int) -> str:
+        """What carries the route to a rollout worker, which is this one or one that it feeds."""
+        (carrier,) = (
+            each.engine for each in self._choices if each.route.receiver.rank == rollout_rank
+        )
+        return carrier
+
     def _entrance(self) -> Listener | None:
-        return self._listener if self._carriers == {"nixl"} else self._on_host
+        # Without routes there is nobody to come in.
+        is_local = bool(self._choices) and self._carrier_to(self._me.sender.rank) == "shm"
+        return self._on_host if is_local else self._listener
 
     def _endpoint(self, metadata: Mapping[str, object], rank: int) -> Mapping[str, object]:
-        (engine,) = (each.engine for each in self._choices if each.route.receiver.rank == rank)
         on_host = metadata["on_host"]
-        return on_host if engine == "shm" and isinstance(on_host, Mapping) else metadata
+        is_local = self._carrier_to(rank) == "shm"
+        return on_host if is_local and isinstance(on_host, Mapping) else metadata
 
     def _reserve(self) -> SenderMemory:
         if "shm" not in self._carriers:
             return self._nixl.memory(self._bucket_bytes)
-        # The agent comes first, so that nothing is reserved for one that does not start.
-        agent = self._nixl.agent() if "nixl" in self._carriers else None
-        shared = SharedBuffers.allocate(BUFFERS, self._bucket_bytes)
-        return shared if agent is None else SharedRegisteredBuffers(shared, agent)
+        if "nixl" not in self._carriers:
+            return SharedBuffers.allocate(BUFFERS, self._bucket_bytes)
+        return self._shared_and_registered()
 
     def _reader(self) -> ReceiverMedium:
         if self._carriers == {"shm"}:
             return SharedMedium()
-        return self._nixl.medium(self._bucket_bytes, self._timeout_s)
+        if "shm" not in self._carriers:
+            return self._nixl.medium(self._bucket_bytes, self._timeout_s)
+        return self._nixl.medium_of(self._shared_and_registered(), self._timeout_s)
+
+    def _shared_and_registered(self) -> SharedRegisteredBuffers:
+        # The agent comes first, so that nothing is reserved for one that does not start.
+        agent = self._nixl.agent()
+        shared = SharedBuffers.allocate(BUFFERS, self._bucket_bytes)
+        return SharedRegisteredBuffers(shared, agent)
 
 
 class SharedRegisteredBuffers:

@@ -57,9 +57,11 @@ class ReceiverMedium(Protocol):
 
     assembly: Assembly
     """For tensors that the buffers cannot hold."""
-    own: SenderMemory | None
-    """The buffers of this worker's own that it reads into, from which others can read in turn; None
-    where it reads the sender's as they are."""
+
+    @property
+    def own(self) -> SenderMemory | None:
+        """The buffers of this worker's own that it reads into, from which others can read in turn;
+        None where it reads the sender's as they are."""
 
     def knows(self, memory_id: str) -> bool:
         """Whether these buffers were handed over in an earlier stream."""

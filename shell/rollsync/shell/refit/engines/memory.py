@@ -104,6 +104,7 @@ class SharedMedium:
     """The shared buffers that a receiver has mapped: the newest sender's only."""
 
     own: None = None
+    """Nothing is read into other buffers."""
 
     def __init__(self) -> None:
         self.assembly = Assembly()

@@ -52,7 +52,11 @@ class NixlEnd:
 
     def medium(self, buffer_bytes: int, timeout_s: float) -> NixlMedium:
         """New buffers for a receiver, and what reads into them."""
-        return NixlMedium(self.agent(), self._buffers(buffer_bytes, own=False), timeout_s)
+        return self.medium_of(self._buffers(buffer_bytes, own=False), timeout_s)
+
+    def medium_of(self, buffers: SenderMemory, timeout_s: float) -> NixlMedium:
+        """What reads into a receiver's buffers, which are registered with the agent."""
+        return NixlMedium(self.agent(), buffers, timeout_s)
 
     def _buffers(self, buffer_bytes: int, *, own: bool) -> RegisteredBuffers:
         region = reserve_region(BUFFERS, buffer_bytes, self._device, own=own)
@@ -83,6 +87,8 @@ class NixlCheckpointEngine(StagedEngine):
             for that.
         direct: read tensors straight from the policy's memory into the parameters; see the `shm`
             engine.
+        relay: let rollout workers hand weights on wherever a link between hosts would carry them
+            more often than once for each policy worker.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -100,6 +106,7 @@ class NixlCheckpointEngine(StagedEngine):
         refit_timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = True,
         direct: bool = False,
+        relay: bool = False,
         release_after_refit: bool = False,
     ) -> None:
         del release_after_refit
@@ -109,6 +116,7 @@ class NixlCheckpointEngine(StagedEngine):
             refit_timeout_s=refit_timeout_s,
             checksum=checksum,
             direct=DirectMemory(over_network=self._end.direct(refit_timeout_s)) if direct else None,
+            relay=relay,
         )
         self._bind_address = bind_address
         if preinit:

@@ -21,8 +21,8 @@ import torch
 from rollsync.pure.refit.control import Hello, MemoryOffered
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused, TransferTimeout
-from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.mapping import huge_pages, map_file
+from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.memory import check_free, reserve_buffers
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent, NixlError, Read, memory_of
 from rollsync.shell.refit.engines.rings import Assembly, Region

@@ -311,9 +311,7 @@ async def _telling(ends: _Ends, place: Place, stop: ConsumerStop) -> AsyncIterat
         if ends.relay is not None:
             await ends.relay.stop()
         stage, tensor = ends.where(error)
-        here = Failed(
-            worker=place.name, stage=stage, tensor=tensor, message=stop.describe(error)
-        )
+        here = Failed(worker=place.name, stage=stage, tensor=tensor, message=stop.describe(error))
         await ends.tell(told_of(error, here))
         raise
     if ends.relay is not None:

@@ -4,6 +4,8 @@ An engine adds where it listens, what memory a sender packs into, and how a rece
 policy worker packs bucket n+1 while bucket n is read and bucket n-1 is loaded. Bucket by bucket the
 two ends talk over a connection of their own; see `rollsync.pure.refit.control` for what they say.
 
+A rollout worker that relays has its receivers read from the buffers that it reads into itself.
+
 Rules kept here: a connection carries one stream, so that nothing of a failed stream can reach the
 next; a buffer is filled again only when every reader of it has released it; and what `prepare` and
 the process groups reserve, `finalize` gives back, however far they came.
@@ -22,17 +24,19 @@ from returns.pipeline import is_successful
 from rollsync.pure.refit import (
     PolicyWorker,
     RolloutWorker,
-    Route,
     RoutingTable,
+    Sites,
     TensorSpec,
     check_bucket_bytes,
     describe,
     plan_routes,
 )
 from rollsync.pure.refit.layout import Part
+from rollsync.pure.refit.routes import Sender
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch, DeclaringEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
+from rollsync.shell.refit.engines.connections import Introduction, Receiver
 from rollsync.shell.refit.engines.declared import Declaration, Layout
 from rollsync.shell.refit.engines.direct import Destinations, DirectEngine, DirectMemory
 from rollsync.shell.refit.engines.direct_receiving import DirectReader
@@ -42,11 +46,14 @@ from rollsync.shell.refit.engines.lifelines import HeldLifeline, Lifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.opening import Expectation
 from rollsync.shell.refit.engines.receiving import receive_stream
-from rollsync.shell.refit.engines.sending import Receiver, SendingStream
+from rollsync.shell.refit.engines.relaying import Relay
+from rollsync.shell.refit.engines.sending import SendingStream
 from rollsync.shell.refit.errors import RefitConfigurationError
 
 BUFFERS: Final = 2
 DEFAULT_TIMEOUT_S: Final = 300.0
+LONGEST_STEP_S: Final = 1.0
+"""How much longer one is waited for that may be waiting for another; at most a tenth of a wait."""
 HOST_LABEL: Final = "ROLLSYNC_HOST_LABEL"
 """Workers in whose environment this differs count as on different hosts."""
 
@@ -59,6 +66,8 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         refit_timeout_s: how long one wait for the other end may take.
         checksum: check every bucket with XXH3.
         direct: how receivers read tensors themselves; None when they do not.
+        relay: let rollout workers hand weights on wherever a link between hosts would carry them
+            more often than once for each policy worker.
     """
 
     backend: ClassVar[str]
@@ -70,6 +79,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         refit_timeout_s: float,
         checksum: bool,
         direct: DirectMemory | None = None,
+        relay: bool = False,
     ) -> None:
         mistake = check_bucket_bytes(bucket_size)
         if mistake is not None:
@@ -86,9 +96,10 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._feeder: HeldLifeline | None = None
         self._memory: SenderMemory | None = None
         self._medium: ReceiverMedium | None = None
-        self._rank = 0
-        self._train_world_size = 0
-        self._rollout_world_size = 0
+        self._relay = relay
+        self._me = Introduction(sender=PolicyWorker(0), train_world_size=0, rollout_world_size=0)
+        self._sender: Sender = PolicyWorker(0)
+        self._sender_timeout_s = 0.0
         self._receivers: tuple[Receiver, ...] = ()
         self._expectation = Expectation()
         self._direct = direct
@@ -163,6 +174,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             "secret": self._listener.secret.hex(),
             "lifeline": self._lifeline.address,
             "direct": self.reads_directly,
+            "relay": self._relay,
         }
 
     def init_policy_process_group(
@@ -175,17 +187,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
     ) -> None:
         """Find this worker's rollout workers, and reserve the buffers if there are any."""
         workers = self._checked(metadata, train_world_size, rollout_world_size)
-        self._rank = worker_rank
-        self._train_world_size = train_world_size
-        self._rollout_world_size = rollout_world_size
-        me = PolicyWorker(worker_rank)
-        fed = _routes(train_world_size, rollout_world_size).receivers_of(me)
-        routes = [Route(me, RolloutWorker(rank)) for rank in fed]
-        self._take_routes(routes, workers)
-        self._receivers = tuple(
-            _receiver(self._endpoint(workers[train_world_size + rank], rank), rank) for rank in fed
-        )
-        self._peers_read_directly = all(worker["direct"] is True for worker in workers)
+        self._join(PolicyWorker(worker_rank), workers, train_world_size)
         if self._receivers and self._memory is None:
             self._memory = self._reserve()
 
@@ -197,19 +199,44 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         rollout_world_size: int,
         metadata: Sequence[object],
     ) -> None:
-        """Learn who this worker is, to check the sender's greeting against; get ready to read."""
+        """Learn who this worker is and who sends to it, to check the sender's greeting against;
+        find the workers that it relays to, if there are any; get ready to read."""
         workers = self._checked(metadata, train_world_size, rollout_world_size)
-        self._rank = rollout_rank
-        self._train_world_size = train_world_size
-        self._rollout_world_size = rollout_world_size
-        feeder = _routes(train_world_size, rollout_world_size).sender_to(rollout_rank)
-        self._take_routes([Route(feeder, RolloutWorker(rollout_rank))], workers)
+        table = self._join(RolloutWorker(rollout_rank), workers, train_world_size)
+        self._sender = table.sender_to(rollout_rank)
+        self._sender_timeout_s = self._patience_s(table.patience_with_sender(rollout_rank))
         if self._medium is None:
             self._medium = self._reader()
-        self._peers_read_directly = all(worker["direct"] is True for worker in workers)
         if self._feeder is not None:
             self._feeder.close()
-        self._feeder = HeldLifeline(str(workers[feeder.rank]["lifeline"]))
+        feeder = workers[place_of(self._sender, train_world_size)]
+        self._feeder = HeldLifeline(str(feeder["lifeline"]))
+
+    def _join(
+        self, me: Sender, workers: Sequence[Mapping[str, object]], train_world_size: int
+    ) -> RoutingTable:
+        """Take this worker's part in the routes of all."""
+        rollout_world_size = len(workers) - train_world_size
+        self._me = Introduction(
+            sender=me, train_world_size=train_world_size, rollout_world_size=rollout_world_size
+        )
+        table = _routes(workers, train_world_size, relay=self._relay)
+        self._take_routes(me, table, workers)
+        self._receivers = tuple(
+            _receiver(
+                rank,
+                self._endpoint(workers[train_world_size + rank], rank),
+                self._patience_s(table.patience_with_receiver(rank)),
+            )
+            for rank in table.receivers_of(me)
+        )
+        everybody = all(worker["direct"] is True for worker in workers)
+        # What is read directly comes through no buffers, and so cannot be handed on from them.
+        self._peers_read_directly = everybody and not table.has_relays
+        return table
+
+    def _patience_s(self, steps: int) -> float:
+        return self._timeout_s + steps * min(LONGEST_STEP_S, self._timeout_s / 10)
 
     async def send_weights(self, weights: Weights) -> None:
         """Send one stream to every rollout worker that this worker feeds.
@@ -227,10 +254,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             raise _not_ready("prepare and init_policy_process_group")
         stream = SendingStream(
             self._memory,
-            policy_rank=self._rank,
-            train_world_size=self._train_world_size,
-            rollout_world_size=self._rollout_world_size,
-            timeout_s=self._timeout_s,
+            me=self._me,
             checksum=self._checksum,
             declaration=self._expectation.declaration,
             direct=self._direct_sender(),
@@ -261,16 +285,23 @@ class StagedEngine(DeclaringEngine, DirectEngine):
                 feeder,
                 medium,
                 place=Place(
-                    rollout_rank=self._rank,
-                    train_world_size=self._train_world_size,
-                    rollout_world_size=self._rollout_world_size,
+                    sender=self._sender,
+                    rollout_rank=self._me.sender.rank,
+                    train_world_size=self._me.train_world_size,
+                    rollout_world_size=self._me.rollout_world_size,
                 ),
                 expectation=self._expectation,
-                timeout_s=self._timeout_s,
+                timeout_s=self._sender_timeout_s,
                 stop=stop,
                 direct=self._direct_reader(),
+                relay=self._relaying(medium),
             )
         )
+
+    def _relaying(self, medium: ReceiverMedium) -> Relay | None:
+        if not self._receivers or medium.own is None:
+            return None
+        return Relay(medium.own, self._me, self._receivers)
 
     def _direct_sender(self) -> DirectSender | None:
         if self._direct is None or not self._peers_read_directly:
@@ -313,12 +344,13 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             self._memory = None
 
     def _take_routes(
-        self, routes: Sequence[Route], workers: Sequence[Mapping[str, object]]
+        self, me: Sender, table: RoutingTable, workers: Sequence[Mapping[str, object]]
     ) -> None:
-        """Learn this worker's routes, before anything is reserved for them.
+        """Learn the routes to and from this worker, before anything is reserved for them.
 
         Args:
-            routes: those to or from this worker.
+            me: this worker.
+            table: the routes of all.
             workers: every worker's metadata, policy workers first.
         """
 
@@ -348,6 +380,12 @@ class StagedEngine(DeclaringEngine, DirectEngine):
                     f"worker {index} of the metadata does not run the {self.backend} engine",
                     remedy="configure the same checkpoint engine on every worker",
                 )
+            if bool(item.get("relay")) != self._relay:
+                raise RefitConfigurationError(
+                    f"worker {index} of the metadata has relay: {item.get('relay')}, this worker"
+                    f" {self._relay}",
+                    remedy="give every worker the same engine_kwargs",
+                )
             self._check_peer(index, item)
             workers.append(item)
         return workers
@@ -363,18 +401,39 @@ def host_identity() -> str:
     return f"{found}/{label}" if label else found
 
 
-def _routes(train_world_size: int, rollout_world_size: int) -> RoutingTable:
-    routed = plan_routes(train_world_size, rollout_world_size)
+def place_of(worker: Sender, train_world_size: int) -> int:
+    """Where a worker's metadata is among those of all, policy workers first."""
+    return worker.rank + (0 if isinstance(worker, PolicyWorker) else train_world_size)
+
+
+def _routes(
+    workers: Sequence[Mapping[str, object]], train_world_size: int, *, relay: bool
+) -> RoutingTable:
+    """The routes of all workers, from their metadata."""
+    policy, rollout = workers[:train_world_size], workers[train_world_size:]
+    sites = Sites(
+        policy_hosts=tuple(str(worker["host"]) for worker in policy),
+        rollout_hosts=tuple(str(worker["host"]) for worker in rollout),
+        # Workers of one rank in equal engines keep the same part of the weights.
+        rollout_shards=tuple(_rank_in_engine(worker) for worker in rollout),
+    )
+    routed = plan_routes(len(policy), len(rollout), sites if relay else None)
     if not is_successful(routed):
         raise RefitConfigurationError(describe(routed.failure()), error=routed.failure())
     return routed.unwrap()
 
 
-def _receiver(metadata: Mapping[str, object], rank: int) -> Receiver:
+def _rank_in_engine(worker: Mapping[str, object]) -> int:
+    rank = worker.get("rank", 0)
+    return rank if isinstance(rank, int) else 0
+
+
+def _receiver(rank: int, endpoint: Mapping[str, object], timeout_s: float) -> Receiver:
     return Receiver(
         rank=rank,
-        address=str(metadata["address"]),
-        secret=bytes.fromhex(str(metadata["secret"])),
+        address=str(endpoint["address"]),
+        secret=bytes.fromhex(str(endpoint["secret"])),
+        timeout_s=timeout_s,
     )
 
 
