@@ -34,9 +34,29 @@ def check_rules(table: RoutingTable) -> None:
         shares[path[0].rank] += 1
         assert rank in table.receivers_of(table.sender_to(rank))
     fed = [share for share in shares if share]
+    check_patience(table)
+    starting = [table.routes_of(rank) for rank in range(table.train_world_size)]
+    assert [len(routes) for routes in starting] == shares
+    assert {route for routes in starting for route in routes} == set(table.routes)
+    relays = [route for route in table.routes if isinstance(route.sender, RolloutWorker)]
+    assert table.has_relays == bool(relays)
     assert max(fed) - min(fed) <= 1
     assert len(fed) == min(table.train_world_size, table.rollout_world_size)
     assert table.idle_policy_ranks == tuple(i for i, share in enumerate(shares) if not share)
+
+
+def check_patience(table: RoutingTable) -> None:
+    """Of all who wait along a path, the one next to a worker that is stuck gives up first."""
+    for rank in range(table.rollout_world_size):
+        path = [*table.path_to(rank), RolloutWorker(rank)]
+        chain = [worker.rank for worker in path[1:]]
+        with_receivers = [table.patience_with_receiver(each) for each in chain]
+        with_senders = [table.patience_with_sender(each) for each in chain]
+        assert with_receivers == sorted(set(with_receivers), reverse=True)
+        assert with_senders == sorted(set(with_senders))
+        # A worker that waits for its receiver is waited for by it too, and gives up first.
+        assert min(with_senders) > max(with_receivers) or not table.has_relays
+        assert table.has_relays or with_senders == with_receivers == [0]
 
 
 @pytest.mark.parametrize(("train", "rollout"), WORLDS)

@@ -47,4 +47,4 @@ def released_by_all(own: int, receivers: Iterable[int]) -> int:
         own: What it has loaded itself, or copied away.
         receivers: What each of its receivers has released of the relay's buffers.
     """
-    return min(own, *receivers)
+    return min((own, *receivers))

@@ -121,9 +121,12 @@ class RoutingTable(Struct, frozen=True, kw_only=True):
     def patience_with_sender(self, rollout_rank: int) -> int:
         """How many steps longer a rollout worker waits for its sender: longer than any sender for
         its receiver, and longer than the relays before it."""
-        relays = len(self.path_to(rollout_rank)) - 1
-        in_a_row = relays + self.patience_with_receiver(rollout_rank)
-        return in_a_row + 1 + relays if in_a_row else 0
+        before: list[int] = []
+        for route in self.routes:
+            relay = route.sender
+            before.append(0 if isinstance(relay, PolicyWorker) else 1 + before[relay.rank])
+        longest = max(before)
+        return longest + 1 + before[rollout_rank] if longest else 0
 
     @property
     def has_relays(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from rollsync.pure.refit.control import ControlBody
-from rollsync.shell.refit.engines import sending
+from rollsync.shell.refit.engines import connections
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium
@@ -132,7 +132,7 @@ def arrange(death: Death) -> None:
     """Let this process, which runs one end of a stream, tell `death` of every moment."""
     _arrange_messages(death)
     for owner, name, moment in (
-        (sending, "connect", "connects"),
+        (connections, "connect", "connects"),
         (Listener, "accept", "accepts"),
         (SharedBuffers, "hand_over", "hands over"),
         (RegisteredBuffers, "hand_over", "hands over"),

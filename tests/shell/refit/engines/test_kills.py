@@ -126,7 +126,7 @@ def test_a_sender_killed_after_the_stream_is_noticed_by_the_next(
         assert sorted(asyncio.run(receive_all(engine))) == NAMES
     killed.wait_until_killed()
     killed.close()
-    with pytest.raises(PeerLost, match="the policy worker that sends to it is gone"):
+    with pytest.raises(PeerLost, match="policy 0, which sends to it, is gone"):
         asyncio.run(receive_all(engine))
     receive_from_a_fresh_one(engine, backend)
 

@@ -293,7 +293,7 @@ async def _receive(engine: CheckpointEngine, command: _Receive) -> Received:
                 for name, tensor in batch:
                     if name == command.loader_fails_at:
                         raise LoaderFailed(f"no room for {name}")
-                    if not _same(expected[name], tensor):
+                    if not same(expected[name], tensor):
                         return Received(tuple(names), error=f"{name} arrived as {tensor}")
                     names.append(name)
     except Exception as error:
@@ -306,7 +306,7 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _same(sent: torch.Tensor, received: torch.Tensor) -> bool:
+def same(sent: torch.Tensor, received: torch.Tensor) -> bool:
     """Whether both have the same dtype, shape and bytes."""
     if sent.dtype != received.dtype or sent.shape != received.shape:
         return False

@@ -147,10 +147,8 @@ class Greeting:
                         return admitted
                 if dying.done():
                     dying.result()
-                    relays = isinstance(self._place.sender, RolloutWorker)
-                    side = "rollout" if relays else "policy"
                     raise PeerLost(
-                        f"the {side} worker that sends to it is gone",
+                        f"{self._place.sender}, which sends to it, is gone",
                         rank=self._place.name,
                         stage="waited for the sender",
                         remedy="see that worker's log for why it ended",
