@@ -126,6 +126,45 @@ def test_engines_of_one_policy_worker_are_fed_as_they_lie(actors: Actors, tmp_pa
     ray.kill(away)
 
 
+def test_engines_on_other_hosts_relay_to_each_other(actors: Actors, tmp_path: Path) -> None:
+    """Two engines on one host and one on a third host, as far as the engines can tell."""
+    model = save_model(tmp_path / "start")
+    engines: list[Any] = [
+        ray.remote(TorchGenerationWorker)
+        .options(num_cpus=0, runtime_env={"env_vars": {**ENVIRONMENT, HOST_LABEL: host}})
+        .remote(model, threads=1)
+        for host in ("a", "a", "b")
+    ]
+    generation = GenerationGroup(engines)
+    sync = synchronizer(actors.policy, generation, "auto", relay=True)
+    for _ in range(2):
+        saved = str(tmp_path / "saved")
+        version = ray.get(actors.policy.step.remote(saved))
+        report = sync.sync_weights()
+        assert [str(choice).partition(":")[0] for choice in report.choices] == [
+            "policy 0 to rollout 0 by nixl",
+            "rollout 0 to rollout 1 by shm",
+            "rollout 0 to rollout 2 by nixl",
+        ]
+        assert (report.tensors, report.rollout_workers) == (WEIGHTS, 3)
+        for _ in range(3):
+            assert ask(generation) == reference_answer(saved, PROMPT, GREEDY, version)
+    ray.kill(engines[0])
+    with pytest.raises(ray.exceptions.RayActorError):
+        sync.sync_weights()
+    left = GenerationGroup(engines[1:])
+    again = synchronizer(actors.policy, left, "auto", relay=True)
+    again.reconnect()
+    saved = str(tmp_path / "after")
+    version = ray.get(actors.policy.step.remote(saved))
+    assert again.sync_weights().weight_version == version
+    for _ in range(2):
+        assert ask(left) == reference_answer(saved, PROMPT, GREEDY, version)
+    again.shutdown()
+    for engine in engines[1:]:
+        ray.kill(engine)
+
+
 def test_an_engine_that_joins_late_serves_after_the_next_sync(
     actors: Actors, tmp_path: Path
 ) -> None:
