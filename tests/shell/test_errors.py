@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from rollsync.pure.refit.control import Failed
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost, TransferTimeout
 from rollsync.shell.refit.errors import EngineOutdated, WeightTransferFailed
@@ -17,6 +18,11 @@ ERRORS: list[RollsyncError] = [
     # These are also of a built-in class with a layout of its own.
     PeerLost("what", rank="policy 0", stage="connected", tensor="weight"),
     PeerFailed("what", rank="policy 0", stage="connected"),
+    PeerFailed.heard(
+        Failed(worker="rollout 1", stage="loaded", tensor="weight", message="what"),
+        rank="policy 0",
+        stage="connected",
+    ),
     TransferTimeout("what", rank="policy 0", stage="connected", remedy="do"),
 ]
 

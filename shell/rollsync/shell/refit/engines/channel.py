@@ -234,14 +234,7 @@ class ControlChannel:
             raise self.refused(describe(decoded.failure()))
         body = decoded.unwrap().body
         if isinstance(body, Failed):
-            at = f", at tensor {body.tensor}" if body.tensor else ""
-            raise PeerFailed(
-                f"{body.worker} failed while it {body.stage}{at}: {body.message}",
-                rank=self.rank,
-                stage=self.stage,
-                tensor=body.tensor,
-                failed=body,
-            )
+            raise PeerFailed.heard(body, rank=self.rank, stage=self.stage)
         return body, message
 
     def unexpected(self, body: ControlBody) -> PeerRefused:

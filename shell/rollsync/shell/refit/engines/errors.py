@@ -34,24 +34,23 @@ class PeerLost(TransferError, ConnectionError):
 
 
 class PeerFailed(TransferError):
-    """The other end gave up, and said why.
+    """The other end gave up, and said why."""
 
-    Args:
-        failed: what it said, which may be of a worker behind it; None if it did not say it so.
-    """
+    failed: Failed | None = None
+    """What it said, which may be of a worker behind it; None where it was not said in a message."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: str,
-        stage: str,
-        tensor: str = "",
-        remedy: str = "",
-        failed: Failed | None = None,
-    ) -> None:
-        super().__init__(message, rank=rank, stage=stage, tensor=tensor, remedy=remedy)
-        self.failed = failed
+    @classmethod
+    def heard(cls, failed: Failed, *, rank: str, stage: str) -> PeerFailed:
+        """The error of a worker that is told of a failure."""
+        at = f", at tensor {failed.tensor}" if failed.tensor else ""
+        error = cls(
+            f"{failed.worker} failed while it {failed.stage}{at}: {failed.message}",
+            rank=rank,
+            stage=stage,
+            tensor=failed.tensor,
+        )
+        error.failed = failed
+        return error
 
 
 class PeerRefused(TransferError):
@@ -66,3 +65,21 @@ def told_of(error: BaseException, here: Failed) -> Failed:
         here: what there is to say if it was not heard from another worker.
     """
     return error.failed if isinstance(error, PeerFailed) and error.failed is not None else here
+
+
+def let_down_by(peer: str, error: TransferError) -> TransferError:
+    """The error of a rollout worker that another one let down, which is not its own failure.
+
+    Args:
+        peer: the other one.
+        error: how it was noticed.
+    """
+    if isinstance(error, PeerFailed | PeerLost):
+        return error
+    failed = Failed(
+        worker=peer,
+        stage="took part in the stream",
+        tensor=error.tensor,
+        message=f"{type(error).__name__}: {error}",
+    )
+    return PeerFailed.heard(failed, rank=error.rank, stage=error.stage)

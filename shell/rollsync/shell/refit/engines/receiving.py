@@ -16,7 +16,7 @@ from typing import Final
 import torch
 import xxhash
 
-from rollsync.pure.refit import ALIGNMENT_BYTES, check_bucket_bytes
+from rollsync.pure.refit import ALIGNMENT_BYTES, RolloutWorker, check_bucket_bytes
 from rollsync.pure.refit.control import (
     BucketFilled,
     BucketReleased,
@@ -33,7 +33,12 @@ from rollsync.shell.refit.engines.base import Batch
 from rollsync.shell.refit.engines.batches import ConsumerStop
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.direct_receiving import DirectReader
-from rollsync.shell.refit.engines.errors import PeerRefused, TransferError, told_of
+from rollsync.shell.refit.engines.errors import (
+    PeerRefused,
+    TransferError,
+    let_down_by,
+    told_of,
+)
 from rollsync.shell.refit.engines.greeting import Greeting, Place
 from rollsync.shell.refit.engines.lifelines import HeldLifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
@@ -308,12 +313,17 @@ async def _telling(ends: _Ends, place: Place, stop: ConsumerStop) -> AsyncIterat
     try:
         yield
     except BaseException as error:
+        raised = error
+        if isinstance(error, TransferError) and isinstance(place.sender, RolloutWorker):
+            raised = let_down_by(str(place.sender), error)
         if ends.relay is not None:
             await ends.relay.stop()
         stage, tensor = ends.where(error)
         here = Failed(worker=place.name, stage=stage, tensor=tensor, message=stop.describe(error))
-        await ends.tell(told_of(error, here))
-        raise
+        await ends.tell(told_of(raised, here))
+        if raised is error:
+            raise
+        raise raised from error
     if ends.relay is not None:
         await ends.relay.stop()
     ends.close()

@@ -5,14 +5,14 @@ as in the sender's; what is announced is passed on as it came, once the part was
 
 Rules kept here: a position is released to the sender when this worker and all that it feeds have
 released it; a failure on one side of this worker reaches the other at once, whatever this worker
-waits for; and a receiver has a deadline only while it owes something.
+waits for, and is not this worker's own; and a receiver has a deadline only while it owes something.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final, NoReturn, TypeVar
 
 from rollsync.pure.refit.control import (
@@ -30,7 +30,7 @@ from rollsync.pure.refit.relays import differs, released_by_all
 from rollsync.pure.refit.ring import Ring
 from rollsync.shell.refit.engines.channel import FAREWELL_S, ControlChannel
 from rollsync.shell.refit.engines.connections import Connections, Introduction, Receiver
-from rollsync.shell.refit.engines.errors import PeerLost, TransferError
+from rollsync.shell.refit.engines.errors import PeerLost, TransferError, let_down_by
 from rollsync.shell.refit.engines.media import SenderMemory
 
 LOOK_S: Final = 0.05
@@ -84,9 +84,10 @@ class Relay:
         for channel in self._connections.channels:
             await channel.send(offered)
         for channel in self._connections.channels:
-            answer, _ = await channel.receive()
-            if not isinstance(answer, PlanAnswered):
-                raise channel.unexpected(answer)
+            with _answering_for(channel):
+                answer, _ = await channel.receive()
+                if not isinstance(answer, PlanAnswered):
+                    raise channel.unexpected(answer)
             self._answers.append(answer)
 
     async def explain_difference(self, sender: ControlChannel, offered: PlanOffered) -> NoReturn:
@@ -97,9 +98,10 @@ class Relay:
             raise sender.unexpected(declared)
         for channel, answer in zip(self._connections.channels, self._answers, strict=True):
             if differs(offered.digest, answer):
-                await channel.send(declared)
-                body, _ = await _beside(sender, channel.receive())
-                raise channel.unexpected(body)
+                with _answering_for(channel):
+                    await channel.send(declared)
+                    body, _ = await _beside(sender, channel.receive())
+                    raise channel.unexpected(body)
         raise sender.unexpected(declared)
 
     async def begin(
@@ -139,17 +141,7 @@ class Relay:
     ) -> None:
         """Take a receiver's releases until it accepts the stream."""
         try:
-            while True:
-                body, _ = await channel.receive()
-                if isinstance(body, StreamAccepted) and self._has_all(place):
-                    return
-                if not isinstance(body, BucketReleased):
-                    raise channel.unexpected(body)
-                released = ring.position(body.bucket, body.released_bytes)
-                if not self._released[place] <= released <= self._announced:
-                    raise channel.unexpected(body)
-                self._released[place] = released
-                channel.expect(self._ended or released < self._announced)
+            while await self._released_more(place, channel, ring):
                 # A sender that is gone is noticed by whoever waits for it.
                 with contextlib.suppress(TransferError):
                     await on_release()
@@ -157,8 +149,21 @@ class Relay:
             sender.interrupt(error)
             raise
 
-    def _has_all(self, place: int) -> bool:
-        return self._ended and self._released[place] == self._announced
+    async def _released_more(self, place: int, channel: ControlChannel, ring: Ring) -> bool:
+        """Take what a receiver says next; False when it has accepted the stream."""
+        with _answering_for(channel):
+            body, _ = await channel.receive()
+            before = self._released[place]
+            if isinstance(body, StreamAccepted) and self._ended and before == self._announced:
+                return False
+            if not isinstance(body, BucketReleased):
+                raise channel.unexpected(body)
+            released = ring.position(body.bucket, body.released_bytes)
+            if not before <= released <= self._announced:
+                raise channel.unexpected(body)
+        self._released[place] = released
+        channel.expect(self._ended or released < self._announced)
+        return True
 
     def released_by_all(self, own: int) -> int:
         """What may be released to the sender when this worker has released what lies before
@@ -188,7 +193,8 @@ class Relay:
                 follower.result()
             channel.expect(True)
             try:
-                await channel.send(body)
+                with _answering_for(channel):
+                    await channel.send(body)
             except PeerLost:
                 # Its last words are the follower's to hear.
                 await asyncio.wait([follower], timeout=FAREWELL_S)
@@ -212,6 +218,18 @@ class Relay:
     def close(self) -> None:
         """End the connections."""
         self._connections.close()
+
+
+@contextlib.contextmanager
+def _answering_for(receiver: ControlChannel) -> Iterator[None]:
+    """What a receiver is late with, or does wrong, is its failure and not this worker's."""
+    try:
+        yield
+    except TransferError as error:
+        blamed = let_down_by(receiver.peer, error)
+        if blamed is error:
+            raise
+        raise blamed from error
 
 
 async def _beside(sender: ControlChannel, work: Awaitable[_T]) -> _T:
