@@ -104,6 +104,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._expectation = Expectation()
         self._direct = direct
         self._peers_read_directly = False
+        self._is_relayed = False
         self._destinations: Destinations | None = None
 
     @abstractmethod
@@ -155,7 +156,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
     @property
     def reads_directly(self) -> bool:
         """Whether a receiver reads tensors itself, once it knows where to."""
-        return self._direct is not None
+        return self._direct is not None and not self._is_relayed
 
     def read_into(self, destinations: Destinations | None) -> None:
         """Take the destinations of the next stream; None: everything is handed out in batches."""
@@ -173,7 +174,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             "address": self._listener.address,
             "secret": self._listener.secret.hex(),
             "lifeline": self._lifeline.address,
-            "direct": self.reads_directly,
+            "direct": self._direct is not None,
             "relay": self._relay,
         }
 
@@ -230,9 +231,10 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             )
             for rank in table.receivers_of(me)
         )
-        everybody = all(worker["direct"] is True for worker in workers)
         # What is read directly comes through no buffers, and so cannot be handed on from them.
-        self._peers_read_directly = everybody and not table.has_relays
+        self._is_relayed = table.has_relays
+        everybody = all(worker["direct"] is True for worker in workers)
+        self._peers_read_directly = everybody and not self._is_relayed
         return table
 
     def _patience_s(self, steps: int) -> float:
