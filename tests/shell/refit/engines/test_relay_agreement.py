@@ -94,10 +94,12 @@ def test_another_declaration_is_found_wherever_it_is(
     assert all(outcome.error == "" for outcome in stream(chain))
 
 
-@pytest.mark.parametrize("stuck", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stuck", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_the_neighbour_of_a_stuck_worker_says_who_it_is(stuck: int) -> None:
-    with Chain(timeout_s=1.0) as chain:
-        outcomes = chain.stream({stuck: Order(stick=("bucket", 4.0))})
+    with Chain(timeout_s=2.0) as chain:
+        outcomes = chain.stream({stuck: Order(stick=("bucket", 5.0))})
         for member, outcome in enumerate(outcomes):
             if member == 0 and stuck == 1:
                 assert outcome.kind == "TransferTimeout"

@@ -92,6 +92,7 @@ class ControlChannel:
         self._expects = True
         self._deadline: asyncio.Timeout | None = None
         self._interruption: Exception | None = None
+        self._ready: asyncio.Future[None] | None = None
         self.looks = True
         """Whether an answer is looked for before it is waited for."""
         self.while_looking: Callable[[], object] = os.sched_yield
@@ -120,8 +121,7 @@ class ControlChannel:
         """Let whoever waits for the other end, now or later, fail with `error`: the stream has
         failed elsewhere. What is sent still gets there."""
         self._interruption = self._interruption or error
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RD)
+        self._note_readable()
 
     async def send(self, body: ControlBody) -> bytes:
         """Send one message; the bytes of the message."""
@@ -294,7 +294,7 @@ class ControlChannel:
                 self._deadline = deadline
                 while (frame := self._frame()) is None:
                     if not self._read_now():
-                        await _readable(self.connection)
+                        await self._readable()
                 return frame
         except TimeoutError:
             # What came while this process was busy is not late.
@@ -304,6 +304,23 @@ class ControlChannel:
             return frame
         finally:
             self._deadline = None
+
+    async def _readable(self) -> None:
+        """Wait until something has come, or the connection has ended; nothing is taken."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        loop.add_reader(self.connection, self._note_readable)
+        try:
+            await self._ready
+        finally:
+            self._ready = None
+            loop.remove_reader(self.connection)
+        if self._interruption is not None:
+            raise ConnectionAbortedError
+
+    def _note_readable(self) -> None:
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(None)
 
     def _read_now(self) -> bool:
         """Take what has come; whether anything has."""
@@ -367,17 +384,6 @@ class ControlChannel:
             tensor=self.tensor,
             remedy="make sure that both ends are of one run and one version of rollsync",
         )
-
-
-async def _readable(connection: socket.socket) -> None:
-    """Wait until something has come, or the connection has ended; nothing is taken."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(connection, lambda: None if ready.done() else ready.set_result(None))
-    try:
-        await ready
-    finally:
-        loop.remove_reader(connection)
 
 
 def _drain(connection: socket.socket) -> None:
