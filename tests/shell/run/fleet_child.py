@@ -1,4 +1,5 @@
-"""A process that carries on a run and kills by chance: its engines, and now and then itself."""
+"""A process that carries on a run and kills by chance: its engines, and at last what the run hangs
+on."""
 
 from __future__ import annotations
 
@@ -7,45 +8,69 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
+from collections.abc import Collection
+from enum import StrEnum
 from pathlib import Path
 
+import msgspec
 import ray
 
 from rollsync.pure.refit.fleet.state import EnginePhase
 from rollsync.shell.config import read_config
 from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained
 from rollsync.shell.rollout.errors import WorkersLost
+from tests.shell.actor_processes import QUEUE_CONTROLLER, QUEUE_STORAGE, actor_processes
 from tests.shell.refit.conftest import ENVIRONMENT
 from tests.shell.run.fleet_runs import run_here
-from tests.shell.run.killable import ENGINE_MOMENTS, order
+from tests.shell.run.killable import ENGINE_MOMENTS, KillablePolicy, order
 
-ENGINE_KILL, OWN_KILL = 1 / 6, 1 / 1200
-"""How probable each is: of an engine after a step, of this process after an entry."""
+ENGINE_KILL = 1 / 6
+"""How probable it is that an engine is killed after a step."""
 ENOUGH = 3
 """Engines that a process which comes to the end has seen die."""
 
 
+class Doom(StrEnum):
+    """What is killed and ends a process's part of the run."""
+
+    CONTROLLER = "controller"
+    TRAINER = "trainer"
+    QUEUE_STORAGE = "a storage actor of the data plane"
+    QUEUE_CONTROLLER = "the controller of the data plane"
+
+
+_ACTORS = {
+    Doom.TRAINER: (KillablePolicy.__name__,),
+    Doom.QUEUE_STORAGE: QUEUE_STORAGE,
+    Doom.QUEUE_CONTROLLER: QUEUE_CONTROLLER,
+}
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process is to do."""
+
+    config: str
+    orders: str
+    last_step: int
+    seed: int
+    doom: Doom | None
+    """None: it goes on to the last step."""
+    doom_after_s: float
+
+
 class KillByChance:
-    """Stops the run after `last_step`, when it has killed enough; until then it kills.
+    """Kills engines, and stops the run after the last step when it has killed enough."""
 
-    Args:
-        rng: chance.
-        orders: where orders to engines go.
-        last_step: where the run ends.
-        own: whether this process may be killed too.
-    """
-
-    def __init__(self, rng: random.Random, orders: Path, *, last_step: int, own: bool) -> None:
-        self._rng = rng
-        self._orders = orders
-        self._last_step = last_step
-        self._own = own
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._rng = random.Random(life.seed)
+        self._orders = Path(life.orders)
         self._pids: dict[str, int] = {}
         self._deaths = 0
 
     def __call__(self, entry: JournalEntry) -> bool:
-        if self._own and self._rng.random() < OWN_KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
         if isinstance(entry, EngineChanged):
             if entry.now == EnginePhase.HEALTHY and entry.pid is not None:
                 self._pids[entry.engine] = entry.pid
@@ -58,7 +83,8 @@ class KillByChance:
         doomed = sum(1 for _ in self._orders.iterdir())
         if len(self._pids) > 1 + doomed and self._rng.random() < ENGINE_KILL:
             self._kill_one()
-        return entry.step >= self._last_step and self._deaths >= ENOUGH
+        ended = entry.step >= self._life.last_step and self._deaths >= ENOUGH
+        return ended and self._life.doom is None
 
     def _kill_one(self) -> None:
         moment = self._rng.choice(ENGINE_MOMENTS)
@@ -68,28 +94,46 @@ class KillByChance:
             order(self._orders, moment)
 
 
-def main(config_path: str, orders: str, last_step: str, seed: str) -> int:
-    """Carry the run on, with chance from `seed`. Every fourth process is not killed."""
-    config = read_config(Path(config_path))
+def meet(doom: Doom, left: Collection[int]) -> None:
+    """Kill what it names, or else as soon as it is there.
+
+    Args:
+        left: processes of the life before, which Ray has not ended yet.
+    """
+    pids = [os.getpid()] if doom is Doom.CONTROLLER else []
+    while not pids:
+        time.sleep(0.05)
+        pids = [pid for pid in _processes(doom) if pid not in left]
+    os.kill(pids[0], signal.SIGKILL)
+
+
+def _processes(doom: Doom) -> list[int]:
+    """On the cluster, which is the parent process's."""
+    return actor_processes(os.getppid(), _ACTORS.get(doom, ()))
+
+
+def main(life: Life) -> int:
+    """Carry the run on."""
+    config = read_config(Path(life.config))
     ray.init(
         address=config.cluster.address,
         log_to_driver=False,
         logging_level=logging.ERROR,
         runtime_env={"env_vars": ENVIRONMENT},
     )
-    director = KillByChance(
-        random.Random(int(seed)),
-        Path(orders),
-        last_step=int(last_step),
-        own=int(seed) % 4 != 3,
-    )
+    if life.doom is not None:
+        # Whatever the run is at then.
+        left = _processes(life.doom)
+        doom = threading.Timer(life.doom_after_s, meet, [life.doom, left])
+        doom.daemon = True
+        doom.start()
     try:
-        run_here(config, Path(orders), director)
+        run_here(config, Path(life.orders), KillByChance(life))
     except WorkersLost as lost:
-        print(lost, file=sys.stderr)
+        print(f"{type(lost).__name__}: {lost}", file=sys.stderr)
         return lost.exit_code
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(msgspec.json.decode(sys.argv[1], type=Life)))

@@ -18,11 +18,12 @@ from rollsync.shell.grpo.worker import GrpoPolicyWorker
 from rollsync.shell.journal import EngineChanged, Journal, JournalEntry
 from rollsync.shell.refit.worker_group import Actor
 from rollsync.shell.rollout.controller import RolloutController, RunOutcome
-from rollsync.shell.rollout.data_plane import InProcessDataPlane
+from rollsync.shell.rollout.data_plane import DataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
 from rollsync.shell.run.connect import connect, noted
 from rollsync.shell.run.fleet import EngineFleet
+from rollsync.shell.run.planes import running_plane
 from rollsync.shell.run.saved import JOURNAL, write_config
 from rollsync.shell.run.tokenizer import PolicyTokenizer
 from rollsync.shell.samplers import load_sampler
@@ -55,10 +56,13 @@ def endless_config(
 
 def run_here(config: MasterConfig, orders: Path, direct: Director) -> RunOutcome:
     """One process's part of a run, in this process, on the Ray cluster that is there."""
-    return asyncio.run(_run(config, orders, direct))
+    with running_plane(config.data_plane) as plane:
+        return asyncio.run(_run(config, orders, direct, plane))
 
 
-async def _run(config: MasterConfig, orders: Path, direct: Director) -> RunOutcome:
+async def _run(
+    config: MasterConfig, orders: Path, direct: Director, plane: DataPlane
+) -> RunOutcome:
     dataset = ReasoningGymDataset(config.data)
     tokenizer = PolicyTokenizer(config.model.path)
     store = SnapshotStore(Path(config.run.directory), config=config, dataset_digest=dataset.digest)
@@ -99,7 +103,7 @@ async def _run(config: MasterConfig, orders: Path, direct: Director) -> RunOutco
                 sampler=load_sampler(config),
                 clients=clients,
                 dataloader=PromptDataloader(dataset, max_epochs=config.data.max_epochs),
-                plane=InProcessDataPlane(),
+                plane=plane,
                 archive=store,
                 environment=NoEnvironmentCheckpoint(),
                 journal=journal,

@@ -1,21 +1,26 @@
-"""A run of a few hundred steps whose engines and controller are killed by chance, all the way."""
+"""A run of hundreds of steps in which everything is killed by chance: engines all the time, and the
+controller, the trainer and the data plane's processes each at some moment."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import ray
 from msgspec.structs import replace
 
+from rollsync.pure.config import DataPlaneConfig, InProcessPlaneConfig, TransferQueuePlaneConfig
 from rollsync.pure.refit.fleet.state import EnginePhase
 from rollsync.pure.rollout.sampler import BuiltInSampler, InOrderSampler, WindowedSampler
 from rollsync.shell.journal import EngineChanged, Resumed, StepTrained
-from rollsync.shell.rollout.errors import WorkersLost
-from tests.shell.run.fleet_child import ENOUGH
+from rollsync.shell.rollout.clients import TrainerLost
+from rollsync.shell.rollout.errors import DataPlaneLost, WorkersLost
+from tests.shell.run.fleet_child import ENOUGH, Doom, Life
 from tests.shell.run.fleet_runs import endless_config
 from tests.shell.run.runs import (
     KILLED,
@@ -26,48 +31,118 @@ from tests.shell.run.runs import (
     write_file,
 )
 
-STEPS = 300
-MOST_STARTS = 12
+STEPS, LONG_STEPS = 200, 1000
+DOOM_AFTER_S = 15.0
+"""At the latest. On an idle machine a run starts in 5 s and then trains 5 steps a second."""
+QUEUE = TransferQueuePlaneConfig(storage_units=2)
+OBJECTS = TransferQueuePlaneConfig(storage="ray")
+IN_PROCESS = InProcessPlaneConfig()
+
+SAYS = {
+    Doom.TRAINER: TrainerLost,
+    Doom.QUEUE_STORAGE: DataPlaneLost,
+    Doom.QUEUE_CONTROLLER: DataPlaneLost,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("sampler", "plane"),
+    [
+        pytest.param(InOrderSampler(), QUEUE, id="in order, TransferQueue"),
+        pytest.param(WindowedSampler(), IN_PROCESS, id="windowed, in process"),
+    ],
+)
+def test_every_prompt_is_accounted_for_whoever_is_killed(
+    sampler: BuiltInSampler,
+    plane: DataPlaneConfig,
+    cluster: None,
+    tmp_path: Path,
+    model_path: Path,
+) -> None:
+    check_whoever_is_killed(sampler, plane, tmp_path, model_path, steps=STEPS, times=1)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("plane", [QUEUE, OBJECTS], ids=["simple", "ray"])
 @pytest.mark.parametrize(
     "sampler", [InOrderSampler(), WindowedSampler()], ids=lambda each: type(each).__name__
 )
-def test_every_prompt_is_accounted_for_whoever_is_killed(
-    sampler: BuiltInSampler, cluster: None, tmp_path: Path, model_path: Path
+def test_every_prompt_is_accounted_for_whoever_is_killed_for_long(
+    sampler: BuiltInSampler,
+    plane: DataPlaneConfig,
+    cluster: None,
+    tmp_path: Path,
+    model_path: Path,
 ) -> None:
+    check_whoever_is_killed(sampler, plane, tmp_path, model_path, steps=LONG_STEPS, times=4)
+
+
+def check_whoever_is_killed(
+    sampler: BuiltInSampler,
+    plane: DataPlaneConfig,
+    tmp_path: Path,
+    model_path: Path,
+    *,
+    steps: int,
+    times: int,
+) -> None:
+    """Run on and on. Everything there is is killed that many times, and the engines more often."""
     orders = tmp_path / "orders"
     orders.mkdir()
-    config = replace(endless_config(tmp_path / "run", model_path, engines=3), sampler=sampler)
-    address = ray.get_runtime_context().gcs_address
-    config = replace(config, cluster=replace(config.cluster, address=address))
-    file = write_file(config)
-    codes: list[int] = []
-    while not codes or codes[-1] != 0:
-        assert len(codes) < MOST_STARTS, codes
-        child = subprocess.run(
-            [
-                *(sys.executable, "-m", "tests.shell.run.fleet_child"),
-                *(file, str(orders), str(STEPS), str(len(codes))),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
+    config = endless_config(tmp_path / "run", model_path, engines=3)
+    config = replace(
+        config,
+        sampler=sampler,
+        data_plane=plane,
+        cluster=replace(config.cluster, address=ray.get_runtime_context().gcs_address),
+    )
+    dooms = [Doom.CONTROLLER, Doom.TRAINER]
+    if isinstance(plane, TransferQueuePlaneConfig):
+        dooms += [Doom.QUEUE_STORAGE, Doom.QUEUE_CONTROLLER]
+    rng = random.Random(type(sampler).__name__)
+    lives = dooms * times
+    rng.shuffle(lives)
+    for seed, doom in enumerate([*lives, None]):
+        life = Life(
+            config=write_file(config),
+            orders=str(orders),
+            last_step=steps,
+            seed=seed,
+            doom=doom,
+            doom_after_s=rng.uniform(0, DOOM_AFTER_S),
         )
-        codes.append(child.returncode)
-        assert child.returncode in (0, KILLED, WorkersLost.exit_code), child.stderr[-4000:]
+        check_life(life)
     closed_account(config)
     entries = entries_of(config)
     check_steps_count_on(entries)
-    assert max(entry.step for entry in entries if isinstance(entry, StepTrained)) >= STEPS
-    assert sum(isinstance(entry, Resumed) for entry in entries) == len(codes)
+    assert max(entry.step for entry in entries if isinstance(entry, StepTrained)) >= steps
+    assert sum(isinstance(entry, Resumed) for entry in entries) > 1
     deaths = [
         entry
         for entry in entries
         if isinstance(entry, EngineChanged) and entry.now == EnginePhase.DEAD
     ]
     assert len(deaths) >= ENOUGH
-    print(f"{len(deaths)} engines killed, the processes ended with {codes}")
+
+
+def check_life(life: Life) -> None:
+    """Have a process carry the run on; it ends as it has to after what was killed."""
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.shell.run.fleet_child", msgspec.json.encode(life).decode()],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    said = child.stderr[-4000:]
+    match life.doom:
+        case None:
+            assert child.returncode == 0, said
+        case Doom.CONTROLLER:
+            assert child.returncode == KILLED, said
+        case other:
+            assert child.returncode == WorkersLost.exit_code, said
+            assert f"{SAYS[other].__name__}: " in said
