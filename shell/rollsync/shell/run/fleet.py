@@ -178,8 +178,8 @@ class EngineFleet:
         self.apply(EngineStarted(name))
 
     def _tell(self) -> None:
-        for name, record in self.state.engines.items():
-            was = self._told.get(name)
+        for name in self.state.started:
+            record, was = self.state.engines[name], self._told.get(name)
             if record.phase in (was, EnginePhase.SYNCING):
                 continue
             self._told[name] = record.phase

@@ -79,6 +79,17 @@ def test_the_first_sync_waits_for_the_whole_fleet() -> None:
     assert may_sync(fleet(*SYNCED, ActorDied(A, "killed"), EngineStarted(D)))
 
 
+def test_engines_take_part_in_the_order_of_their_start_whatever_their_names() -> None:
+    names = ("zebra", "engine-10", "engine-9", "ant")
+    state = new_fleet(FleetSettings(), wanted=4)
+    for event in (*map(EngineStarted, names), *map(EngineJoined, reversed(names))):
+        state = apply_to_fleet(state, event).unwrap()
+    assert takes_part(state) == names
+    for dead in (ActorDied("engine-10", "killed"), EngineStarted("bee"), EngineJoined("bee")):
+        state = apply_to_fleet(state, dead).unwrap()
+    assert takes_part(state) == ("zebra", "engine-9", "ant", "bee")
+
+
 def test_a_suspect_is_not_waited_for_and_syncs_when_it_is_back() -> None:
     state = fleet(*SYNCED, ProbeMissed(B))
     assert takes_part(state) == (A, C)

@@ -6,8 +6,6 @@ Rule kept here: a lost fleet serves and syncs nothing more; all that is left to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from msgspec import Struct
 
 from rollsync.pure.refit.fleet.state import (
@@ -63,7 +61,7 @@ def takes_part(state: FleetState) -> tuple[str, ...]:
     answers again. In the order of their start, so that ranks stay as they are."""
     if state.lost is not None:
         return ()
-    return _by_start(name for name, record in state.engines.items() if record.phase in _TAKES_PART)
+    return tuple(name for name in state.started if state.engines[name].phase in _TAKES_PART)
 
 
 def awaits_sync(state: FleetState) -> bool:
@@ -122,7 +120,3 @@ def after_sync(state: FleetState) -> AfterSync:
     if not engines:
         return SyncGivenUp("no engine is left to sync")
     return RetrySync(sync.version, engines)
-
-
-def _by_start(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(names, key=lambda name: (len(name), name)))

@@ -107,6 +107,8 @@ class FleetState(Struct, frozen=True, kw_only=True):
     wanted: int
     """Engines that the run is configured for."""
     engines: HashTrieMap[str, EngineRecord] = HashTrieMap()
+    started: tuple[str, ...] = ()
+    """Their names, in the order of their start."""
     target_version: int | None = None
     """Of the newest sync that began."""
     sync: SyncAttempt | None = None

@@ -110,6 +110,7 @@ def apply_to_fleet(state: FleetState, event: FleetEvent) -> Result[FleetState, F
         case EngineStarted():
             if event.engine in state.engines:
                 return Failure(EngineStartedTwice(engine=event.engine))
+            state = replace(state, started=(*state.started, event.engine))
             return Success(_with(state, event.engine, EngineRecord()))
         case SyncStarted():
             return _begin_sync(state, event)

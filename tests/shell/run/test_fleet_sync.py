@@ -1,0 +1,302 @@
+"""Syncs of a fleet: what each outcome means for each engine, and what is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from msgspec.structs import replace
+from ray.exceptions import ActorDiedError
+
+from rollsync.pure.refit.fleet.decisions import may_serve
+from rollsync.pure.refit.fleet.events import ActorDied
+from rollsync.pure.refit.fleet.state import EnginePhase
+from rollsync.pure.refit.lifecycle import Poisoned, Serving
+from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
+from rollsync.shell.refit.engines.errors import PeerLost
+from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.interfaces import Timer
+from rollsync.shell.refit.report import SyncReport
+from rollsync.shell.refit.step_failure import StepFailure
+from rollsync.shell.refit.worker_group import GenerationGroup
+from rollsync.shell.rollout.clients import EnginesLost, TrainerLost
+from rollsync.shell.run.fleet_sync import ALL_DIED, FleetSync
+from tests.shell.run.scripted_engines import QUICK, ScriptedEngine, ScriptedFleet, running_fleet
+
+pytestmark = pytest.mark.asyncio
+VERSION = 4
+PATIENT = replace(QUICK, probe_interval_s=3600.0)
+"""Nobody is probed but by a sync that failed."""
+Attempt = Callable[["Scripted", list[ScriptedEngine]], None]
+"""What happens in an attempt, to the engines that take part. It runs in a thread, and raises as the
+attempt is to fail."""
+
+
+class Scripted(CheckpointEngineWeightSynchronizer):
+    """Moves no weights. Its attempts end as they are told to, and at last they all succeed."""
+
+    def __init__(self, run: ScriptedFleet, group: GenerationGroup, attempts: list[Attempt]) -> None:
+        self.run, self.group, self.attempts = run, group, attempts
+        self.loop = asyncio.get_running_loop()
+        self.last_failure = None
+        self.calls: list[str] = []
+        self.version = VERSION
+
+    def init_communicator(self) -> None:
+        self.calls.append("connect")
+
+    def reconnect(self) -> None:
+        self.calls.append("reconnect")
+
+    def shutdown(self) -> None:
+        self.calls.append("shut down")
+
+    def sync_weights(
+        self, *, timer: Timer | None = None, kv_scales: dict[str, float] | None = None
+    ) -> SyncReport:
+        leaders = self.group.worker_group.leaders
+        engines = [each for each in self.run.made if each in leaders]
+        self.calls.append(f"sync {[self.run.made.index(each) for each in engines]}")
+        self.last_failure = None
+        attempt = self.attempts.pop(0) if self.attempts else all_load
+        attempt(self, engines)
+        return SyncReport(
+            backend="scripted",
+            weight_versions=(self.version,),
+            tensors=1,
+            payload_bytes=100 * len(engines),
+            received_bytes=(100,) * len(engines),
+            buckets=1,
+            bucket_bytes=100,
+            rollout_workers=len(engines),
+            choices=(),
+            total_s=0.0,
+            stage_s={},
+        )
+
+    def note_death(self, engine: ScriptedEngine) -> None:
+        """The engine's process ends, and the fleet notes it before the attempt goes on."""
+        engine.died = True
+        name = f"engine-{self.run.made.index(engine)}"
+
+        async def note() -> None:
+            self.run.fleet.apply(ActorDied(name, "killed"))
+
+        asyncio.run_coroutine_threadsafe(note(), self.loop).result()
+
+    def fail(self, error: Exception, *answers: object) -> None:
+        """Fail, with what each engine answered."""
+        self.last_failure = StepFailure(policy=(None,), engines=answers)
+        raise error
+
+
+class Trainer:
+    """The trainer's version, and nothing else."""
+
+    trainer_version = VERSION
+
+
+class Run:
+    """A fleet, its sync, and what was told of retries."""
+
+    def __init__(self, fleet: ScriptedFleet, attempts: list[Attempt]) -> None:
+        self.scripted = fleet
+        group = GenerationGroup([])
+        self.synchronizer = Scripted(fleet, group, attempts)
+        self.retries: list[tuple[int, str]] = []
+        self.sync = FleetSync(
+            fleet.fleet,
+            group=group,
+            synchronizer=self.synchronizer,
+            trainer=Trainer(),
+            retried=lambda version, why: self.retries.append((version, why)),
+        )
+
+    @property
+    def serving(self) -> list[int]:
+        """Who serves the version of the sync."""
+        names = may_serve(self.scripted.fleet.state, VERSION)
+        return [int(name.removeprefix("engine-")) for name in names]
+
+
+@asynccontextmanager
+async def fleet_of(count: int, *attempts: Attempt, min_healthy: int = 1) -> AsyncIterator[Run]:
+    settings = replace(PATIENT, min_healthy=min_healthy)
+    async with running_fleet(count, settings) as scripted:
+        yield Run(scripted, list(attempts))
+
+
+def all_load(world: Scripted, engines: list[ScriptedEngine]) -> None:
+    for engine in engines:
+        engine.state = Serving(world.version)
+
+
+async def test_a_sync_that_all_load_is_done_at_once() -> None:
+    async with fleet_of(2) as run:
+        figures = await run.sync()
+        assert (figures.weight_version, figures.bytes) == (VERSION, 200)
+        assert run.serving == [0, 1]
+        assert (await run.sync()).weight_version == VERSION
+        assert run.synchronizer.calls == ["connect", "sync [0, 1]", "sync [0, 1]"]
+        assert run.retries == []
+
+
+async def test_a_sync_at_whose_end_an_engine_dies_is_done_without_it() -> None:
+    """It has answered that it loaded everything, and is gone before that is noted."""
+
+    def one_dies(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        all_load(world, engines)
+        world.note_death(engines[0])
+
+    async with fleet_of(2, one_dies) as run:
+        await run.sync()
+        assert run.serving == [1]
+        assert run.scripted.phase(0) is EnginePhase.DEAD
+        assert run.retries == []
+        # The replacement is connected to and gets the weights with the next one.
+        await run.scripted.until(2, EnginePhase.OUTDATED)
+        await run.sync()
+        assert run.serving == [1, 2]
+        assert run.synchronizer.calls[2:] == ["reconnect", "sync [1, 2]"]
+
+
+async def test_a_sync_at_whose_end_all_die_is_tried_again_with_who_is_there() -> None:
+    """The replacement of the first one has joined before the last one died."""
+
+    def all_die(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        all_load(world, engines)
+        world.note_death(engines[0])
+        joined = world.run.until(2, EnginePhase.OUTDATED)
+        asyncio.run_coroutine_threadsafe(joined, world.loop).result()
+        world.note_death(engines[1])
+
+    async with fleet_of(2, all_die) as run:
+        slow = ScriptedEngine()
+        slow.starts = asyncio.Event().wait
+        # The two that are there have been started.
+        run.scripted.upcoming = [ScriptedEngine(), slow]
+        figures = await run.sync()
+        assert (figures.weight_version, figures.bytes) == (VERSION, 100)
+        assert run.retries == [(VERSION, ALL_DIED)]
+        assert run.synchronizer.calls == ["connect", "sync [0, 1]", "reconnect", "sync [2]"]
+        assert run.serving == [2]
+
+
+async def test_a_sync_at_whose_end_all_die_waits_for_a_replacement() -> None:
+    def all_die(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        all_load(world, engines)
+        for engine in engines:
+            world.note_death(engine)
+
+    async with fleet_of(2, all_die, min_healthy=0) as run:
+        late = ScriptedEngine()
+        late.starts = lambda: run.scripted.fleet.until(lambda state: state.sync is None)
+        run.scripted.upcoming = [late, late]
+        await run.sync()
+        assert run.retries == []
+        assert run.serving[0] in (2, 3)
+
+
+def one_is_killed(world: Scripted, engines: list[ScriptedEngine]) -> None:
+    """In the middle: the others notice, and are left with a mixture."""
+    engines[0].died = True
+    for engine in engines[1:]:
+        engine.state = Poisoned(world.version, "rank 1 of the policy is lost")
+    echo = PeerLost("rank 0 is lost", rank="rollout 1", stage="received")
+    world.fail(echo, ActorDiedError(), *(echo for _ in engines[1:]))
+
+
+async def test_a_sync_in_which_an_engine_is_killed_is_tried_again_without_it() -> None:
+    async with fleet_of(3, one_is_killed) as run:
+        await run.sync()
+        assert [version for version, _ in run.retries] == [VERSION]
+        assert "rank 0 is lost" in run.retries[0][1]
+        assert run.synchronizer.calls[2:] == ["reconnect", "sync [1, 2]"]
+        assert run.serving == [1, 2]
+
+
+async def test_an_engine_that_fails_is_left_out_and_gets_the_weights_the_next_time() -> None:
+    def one_fails(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        engines[0].state = Poisoned(world.version, "no memory")
+        engines[1].state = Poisoned(world.version, "another one failed")
+        echo = PeerLost("rank 0 is lost", rank="rollout 1", stage="received")
+        world.fail(RefitError("no memory"), RefitError("no memory"), echo)
+
+    async with fleet_of(2, one_fails) as run:
+        await run.sync()
+        assert run.serving == [1]
+        assert run.scripted.phase(0) is EnginePhase.POISONED
+        assert run.scripted.fleet.sync_is_due()
+        await run.sync()
+        assert run.serving == [0, 1]
+
+
+async def test_who_had_all_before_the_attempt_failed_is_not_asked_to_load_it_again() -> None:
+    def last_is_killed(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        all_load(world, engines[:-1])
+        engines[-1].died = True
+        world.fail(ActorDiedError(), *(None for _ in engines[:-1]), ActorDiedError())
+
+    async with fleet_of(3, last_is_killed) as run:
+        await run.sync()
+        assert run.serving == [0, 1]
+        assert run.retries == []
+        assert run.synchronizer.calls == ["connect", "sync [0, 1, 2]"]
+
+
+async def test_an_engine_that_does_not_answer_after_a_sync_is_left_out() -> None:
+    def one_hangs(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        engines[0].silent.set()
+        engines[1].state = Poisoned(world.version, "it waited in vain")
+        world.fail(RefitError("timed out"))
+
+    async with fleet_of(2, one_hangs) as run:
+        await run.sync()
+        assert run.serving == [1]
+        assert run.scripted.phase(0) is EnginePhase.POISONED
+
+
+async def test_a_failure_for_which_no_engine_is_to_blame_ends_the_sync() -> None:
+    def refused(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        world.fail(RefitError("the policy has no weights"))
+
+    async with fleet_of(2, refused) as run:
+        with pytest.raises(RefitError, match="the policy has no weights"):
+            await run.sync()
+        assert run.retries == []
+        assert run.serving == []
+        # It is over: the next one begins anew, and connects anew.
+        await run.sync()
+        assert run.synchronizer.calls == ["connect", "sync [0, 1]", "reconnect", "sync [0, 1]"]
+
+
+async def test_an_actor_that_is_gone_and_no_engine_is_the_trainers() -> None:
+    def trainer_dies(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        echo = PeerLost("it is lost", rank="rollout 0", stage="received")
+        for engine in engines:
+            engine.state = Poisoned(world.version, "the policy is lost")
+        world.fail(ActorDiedError(), *(echo for _ in engines))
+
+    async with fleet_of(2, trainer_dies) as run:
+        with pytest.raises(TrainerLost, match="a policy worker is gone"):
+            await run.sync()
+        assert [run.scripted.phase(each) for each in (0, 1)] == [EnginePhase.POISONED] * 2
+
+
+async def test_engines_that_load_another_version_than_the_trainers_serve_nothing() -> None:
+    async with fleet_of(1) as run:
+        run.synchronizer.version = VERSION - 1
+        with pytest.raises(RefitError, match=r"weight version 3, and the trainer is at 4"):
+            await run.sync()
+        assert run.scripted.phase(0) is EnginePhase.POISONED
+
+
+async def test_with_too_few_engines_left_the_sync_says_so() -> None:
+    async with fleet_of(2, one_is_killed, min_healthy=2) as run:
+        with pytest.raises(EnginesLost, match="1 generation engines are left"):
+            await run.sync()
+        with pytest.raises(EnginesLost):
+            await run.sync()
+        assert run.synchronizer.calls == ["connect", "sync [0, 1]"]
