@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +202,24 @@ class TestFailing:
 
         with running_queue(TransferQueuePlaneConfig(storage=storage)) as actors:
             asyncio.run(use(actors))
+
+    @pytest.mark.parametrize("classes", [QUEUE_STORAGE, QUEUE_CONTROLLER])
+    def test_a_queue_whose_actor_dies_at_the_start_says_so(self, classes: tuple[str, ...]) -> None:
+        """The start itself would wait for it for ever."""
+
+        def kill_at_once() -> None:
+            while not (pids := actor_processes(os.getpid(), classes)):
+                time.sleep(0.005)
+            os.kill(pids[0], signal.SIGKILL)
+
+        killing = threading.Thread(target=kill_at_once)
+        killing.start()
+        with (
+            pytest.raises(DataPlaneLost, match="of TransferQueue died while it started"),
+            running_queue(TransferQueuePlaneConfig(deadline_s=NEVER_S)),
+        ):
+            pass
+        killing.join()
 
 
 @pytest.mark.usefixtures("local_ray")

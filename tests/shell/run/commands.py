@@ -50,13 +50,22 @@ def kill_when(
     config: MasterConfig, seen: Callable[[list[JournalEntry]], bool], *options: str
 ) -> None:
     """Start the command and SIGKILL it as soon as the journal says what is waited for."""
-    journal = Path(config.run.directory) / JOURNAL
-    until_s = time.monotonic() + _PATIENCE_S
     with start(config, *options) as process:
-        while not (journal.exists() and seen(list(read_journal(journal)))):
-            if process.poll() is not None or time.monotonic() > until_s:
-                process.kill()
-                raise AssertionError(f"the run has not come so far: {said_by(config)[-3000:]}")
-            time.sleep(0.02)
+        wait_until(process, config, seen)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
+
+
+def wait_until(
+    process: subprocess.Popen[bytes],
+    config: MasterConfig,
+    seen: Callable[[list[JournalEntry]], bool],
+) -> None:
+    """Wait until the journal of a command that runs says what is waited for."""
+    journal = Path(config.run.directory) / JOURNAL
+    until_s = time.monotonic() + _PATIENCE_S
+    while not (journal.exists() and seen(list(read_journal(journal)))):
+        if process.poll() is not None or time.monotonic() > until_s:
+            process.kill()
+            raise AssertionError(f"the run has not come so far: {said_by(config)[-3000:]}")
+        time.sleep(0.02)

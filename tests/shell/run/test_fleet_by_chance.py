@@ -34,8 +34,8 @@ from tests.shell.run.runs import (
 STEPS, LONG_STEPS = 200, 1000
 DOOM_AFTER_S = 15.0
 """At the latest. On an idle machine a run starts in 5 s and then trains 5 steps a second."""
-QUEUE = TransferQueuePlaneConfig(storage_units=2)
-OBJECTS = TransferQueuePlaneConfig(storage="ray")
+QUEUE = TransferQueuePlaneConfig(storage_units=2, deadline_s=600.0)
+OBJECTS = TransferQueuePlaneConfig(storage="ray", deadline_s=600.0)
 IN_PROCESS = InProcessPlaneConfig()
 
 SAYS = {

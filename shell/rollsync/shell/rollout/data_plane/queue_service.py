@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import ray
@@ -30,7 +30,7 @@ from rollsync.pure.placement import (
 )
 from rollsync.shell.cluster import cluster_nodes
 from rollsync.shell.refit.worker_group import Actor, call_remote, is_death
-from rollsync.shell.rollout.errors import DataPlaneError
+from rollsync.shell.rollout.errors import DataPlaneError, DataPlaneLost
 
 _NAMESPACE = "transfer_queue"
 _CONTROLLER = "TransferQueueController"
@@ -43,15 +43,29 @@ _ANSWER_S = 2.0
 
 
 class QueueActors:
-    """The actors of a queue that runs, by name."""
+    """The actors of a queue, from the moment that each of them is there."""
 
-    def __init__(self, actors: Mapping[str, Actor]) -> None:
-        self._actors = actors
+    def __init__(self, config: TransferQueuePlaneConfig) -> None:
+        # Storage units have no namespace of their own: they are in this job's.
+        job = ray.get_runtime_context().namespace
+        units = [f"TransferQueueStorageUnit#{unit}" for unit in range(config.storage_units)]
+        storage = (
+            {_OBJECT_STORAGE: _NAMESPACE} if config.storage == "ray" else dict.fromkeys(units, job)
+        )
+        self._namespaces = {_CONTROLLER: _NAMESPACE, **storage}
+        self._actors: dict[str, Actor] = {}
+
+    def find(self) -> None:
+        """Get to know those that have come since."""
+        for name, namespace in self._namespaces.items():
+            if name not in self._actors and _exists(name, namespace):
+                self._actors[name] = ray.get_actor(name, namespace=namespace)
 
     async def gone(self) -> tuple[str, ...]:
         """Those whose processes have ended; with them what they held."""
-        found = await asyncio.gather(*(_is_gone(actor) for actor in self._actors.values()))
-        return tuple(name for name, gone in zip(self._actors, found, strict=True) if gone)
+        names = list(self._actors)
+        found = await asyncio.gather(*(_is_gone(self._actors[name]) for name in names))
+        return tuple(name for name, gone in zip(names, found, strict=True) if gone)
 
 
 async def _is_gone(actor: Actor) -> bool:
@@ -70,31 +84,22 @@ def running_queue(config: TransferQueuePlaneConfig) -> Iterator[QueueActors]:
     Raises:
         DataPlaneError: another run's queue stays, its actors' CPUs are not free, or it has not
             started within the deadline.
+        DataPlaneLost: an actor of it died meanwhile.
     """
     _wait_for_the_name(config.deadline_s)
     _wait_for_the_cpus(config)
+    actors = QueueActors(config)
     try:
-        _start(config)
-        yield QueueActors(_actors_of(config))
+        _start(config, actors)
+        yield actors
     finally:
         transfer_queue.close()
         _end_object_storage()
 
 
-def _actors_of(config: TransferQueuePlaneConfig) -> dict[str, Actor]:
-    if config.storage == "ray":
-        names = {_CONTROLLER: _NAMESPACE, _OBJECT_STORAGE: _NAMESPACE}
-    else:
-        # Storage units have no namespace of their own: they are in this job's.
-        job = ray.get_runtime_context().namespace
-        units = {f"TransferQueueStorageUnit#{unit}": job for unit in range(config.storage_units)}
-        names = {_CONTROLLER: _NAMESPACE, **units}
-    return {name: ray.get_actor(name, namespace=namespace) for name, namespace in names.items()}
-
-
 def _wait_for_the_name(deadline_s: float) -> None:
     """Actors of a run that was killed go when Ray has noticed; those of another run stay."""
-    there = _in_the_way(lambda: [name for name in _ACTORS if _exists(name)], deadline_s)
+    there = _in_the_way(lambda: [name for name in _ACTORS if _exists(name, _NAMESPACE)], deadline_s)
     if there:
         raise DataPlaneError(
             f"this Ray cluster already has a TransferQueue ({', '.join(there)}), and can have "
@@ -104,9 +109,9 @@ def _wait_for_the_name(deadline_s: float) -> None:
         )
 
 
-def _exists(name: str) -> bool:
+def _exists(name: str, namespace: str) -> bool:
     try:
-        ray.get_actor(name, namespace=_NAMESPACE)
+        ray.get_actor(name, namespace=namespace)
     except ValueError:
         return False
     return True
@@ -131,9 +136,10 @@ def _in_the_way(look: Callable[[], Sequence[str]], deadline_s: float) -> Sequenc
     return found
 
 
-def _start(config: TransferQueuePlaneConfig) -> None:
-    """Its start takes no deadline, so it gets a thread that is left behind if need be."""
-    before = cluster_nodes()
+def _start(config: TransferQueuePlaneConfig, actors: QueueActors) -> None:
+    """Its start takes no deadline, and does not notice when one of its actors dies meanwhile: it
+    gets a thread, which is left behind if need be."""
+    before, until_s = cluster_nodes(), time.monotonic() + config.deadline_s
     failed: list[BaseException] = []
 
     def start() -> None:
@@ -144,14 +150,28 @@ def _start(config: TransferQueuePlaneConfig) -> None:
 
     thread = threading.Thread(target=start, name="TransferQueue's start", daemon=True)
     thread.start()
-    thread.join(config.deadline_s)
+    while thread.is_alive() and (left_s := until_s - time.monotonic()) > 0:
+        thread.join(min(left_s, _LOOK_AGAIN_S))
+        actors.find()
+        if gone := asyncio.run(actors.gone()):
+            raise _died_at_the_start(", ".join(gone))
+    actors.find()
     if thread.is_alive():
         raise _too_late(config, before, cluster_nodes())
     if failed:
+        if is_death(failed[0]):
+            raise _died_at_the_start(f"an actor ({failed[0]})") from failed[0]
         raise DataPlaneError(
             f"TransferQueue has not started: {type(failed[0]).__name__}: {failed[0]}",
             remedy="see Ray's logs of its controller and its storage units",
         ) from failed[0]
+
+
+def _died_at_the_start(who: str) -> DataPlaneLost:
+    return DataPlaneLost(
+        f"{who} of TransferQueue died while it started",
+        remedy="see Ray's logs of it; the same command starts the run again",
+    )
 
 
 def _too_late(
