@@ -26,7 +26,6 @@ from rollsync.shell.grpo.trainer import OPTIMIZER, WEIGHTS, TrainerCheckpointErr
 from rollsync.shell.rollout.clients import TrainerLost
 from tests.shell.grpo.replica_workers import GRPO, config_of, tell, two_workers
 from tests.shell.grpo.test_trainer import EXAMPLES, row
-from tests.shell.refit.conftest import cluster as cluster
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -23,7 +23,7 @@ from rollsync.shell.refit.errors import (
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
-from tests.shell.refit.conftest import ENVIRONMENT
+from tests.shell.conftest import ENVIRONMENT
 from tests.shell.refit.overwriting_engine import OVERWRITING
 from tests.shell.refit.reference import SEED, reference_answer
 from tests.shell.refit.tiny_models import TinyPolicy, save_model

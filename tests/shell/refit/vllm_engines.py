@@ -15,7 +15,7 @@ from rollsync.shell.refit.vllm_generation import (
     VllmSyncGenerationWorker,
 )
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
-from tests.shell.refit.conftest import ENVIRONMENT
+from tests.shell.conftest import ENVIRONMENT
 
 MEBIBYTE = 1024 * 1024
 PROMPT = [5, 6, 7, 8, 9]

@@ -1,17 +1,14 @@
-"""One fork server, one Ray cluster and one model for all runs of this folder."""
+"""One fork server and one model for all runs of this folder."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from rollsync.shell.demo.model import WarmUp, make_checkpoint
 from rollsync.shell.demo.preparation import examples
-from tests.shell.refit.conftest import ENVIRONMENT
 from tests.shell.run.runs import Children, small_config
 
 
@@ -31,18 +28,3 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
     """The fork server."""
     with Children(tmp_path_factory.mktemp("children") / "errors") as children:
         yield children
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A cluster of this host, without a dashboard."""
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env={"env_vars": ENVIRONMENT},
-    )
-    yield
-    ray.shutdown()

@@ -22,7 +22,7 @@ from rollsync.shell.config import read_config
 from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained
 from rollsync.shell.rollout.errors import WorkersLost
 from tests.shell.actor_processes import QUEUE_CONTROLLER, QUEUE_STORAGE, actor_processes
-from tests.shell.refit.conftest import ENVIRONMENT
+from tests.shell.conftest import ENVIRONMENT
 from tests.shell.run.fleet_runs import run_here
 from tests.shell.run.killable import ENGINE_MOMENTS, KillablePolicy, order
 

@@ -13,21 +13,11 @@ from ray.actor import ActorProxy
 
 from rollsync.pure.config import GenerationConfig, MasterConfig
 from rollsync.pure.refit.fleet.state import FleetSettings
-from rollsync.shell.grpo.client import GrpoTrainerClient
 from rollsync.shell.grpo.worker import GrpoPolicyWorker
-from rollsync.shell.journal import EngineChanged, Journal, JournalEntry
-from rollsync.shell.refit.worker_group import Actor
-from rollsync.shell.rollout.controller import RolloutController, RunOutcome
-from rollsync.shell.rollout.data_plane import DataPlane
-from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
-from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
-from rollsync.shell.run.connect import connect, noted
-from rollsync.shell.run.fleet import EngineFleet
+from rollsync.shell.journal import EngineChanged, JournalEntry
+from rollsync.shell.rollout.controller import RunOutcome
+from rollsync.shell.run.launch import carry_on, opened_run
 from rollsync.shell.run.planes import running_plane
-from rollsync.shell.run.saved import JOURNAL, write_config
-from rollsync.shell.run.tokenizer import PolicyTokenizer
-from rollsync.shell.samplers import load_sampler
-from rollsync.shell.store import SnapshotStore
 from tests.shell.run.killable import KillableEngine, KillablePolicy
 from tests.shell.run.runs import small_config
 
@@ -56,62 +46,32 @@ def endless_config(
 
 def run_here(config: MasterConfig, orders: Path, direct: Director) -> RunOutcome:
     """One process's part of a run, in this process, on the Ray cluster that is there."""
-    with running_plane(config.data_plane) as plane:
-        return asyncio.run(_run(config, orders, direct, plane))
-
-
-async def _run(
-    config: MasterConfig, orders: Path, direct: Director, plane: DataPlane
-) -> RunOutcome:
-    dataset = ReasoningGymDataset(config.data)
-    tokenizer = PolicyTokenizer(config.model.path)
-    store = SnapshotStore(Path(config.run.directory), config=config, dataset_digest=dataset.digest)
-    write_config(config)
     stop = asyncio.Event()
-    journal = Journal(Path(config.run.directory) / JOURNAL)
-    journal.listen(lambda entry: stop.set() if direct(entry) else None)
-    remote_policy = ray.remote(KillablePolicy).options(num_cpus=0)
-    # Whatever is called of the one, the other has.
-    policy = [
-        cast("ActorProxy[GrpoPolicyWorker]", remote_policy.remote(config, rank=rank, orders=orders))
-        for rank in range(config.grpo.data_parallel_size)
-    ]
-    remote_engine = ray.remote(KillableEngine).options(num_cpus=0)
 
-    def start(slot: int) -> Actor:
-        return remote_engine.remote(config.model.path, orders=orders)
+    def listener(entry: JournalEntry) -> None:
+        if direct(entry):
+            stop.set()
 
-    fleet = EngineFleet(
-        start,
-        engines=config.generation.engines,
-        settings=config.generation.fleet,
-        notice=lambda notice: journal.write(noted(notice)),
-    )
-    trainer = GrpoTrainerClient(policy)
-    try:
-        async with fleet, trainer:
-            _, clients = connect(
-                config,
-                trainer=trainer,
-                fleet=fleet,
-                tokenizer=tokenizer,
-                verifier=dataset,
-                journal=journal,
+    with opened_run(config, listener=listener) as run, running_plane(config.data_plane) as plane:
+        remote_policy = ray.remote(KillablePolicy).options(num_cpus=0)
+        remote_engine = ray.remote(KillableEngine).options(num_cpus=0)
+        # Whatever is called of the one, the other has.
+        policy = [
+            cast(
+                "ActorProxy[GrpoPolicyWorker]",
+                remote_policy.remote(run.config, rank=rank, orders=orders),
             )
-            controller = RolloutController(
-                config,
-                sampler=load_sampler(config),
-                clients=clients,
-                dataloader=PromptDataloader(dataset, max_epochs=config.data.max_epochs),
+            for rank in range(config.grpo.data_parallel_size)
+        ]
+        return asyncio.run(
+            carry_on(
+                run,
                 plane=plane,
-                archive=store,
-                environment=NoEnvironmentCheckpoint(),
-                journal=journal,
+                policy=policy,
+                start_engine=lambda slot: remote_engine.remote(config.model.path, orders=orders),
+                stop=stop,
             )
-            return await controller.run(stop)
-    finally:
-        journal.close()
-        store.close()
+        )
 
 
 def engine_changes(entries: list[JournalEntry], engine: str) -> list[str]:

@@ -86,9 +86,11 @@ class Scripted(CheckpointEngineWeightSynchronizer):
 
         asyncio.run_coroutine_threadsafe(note(), self.loop).result()
 
-    def fail(self, error: Exception, *answers: object) -> None:
-        """Fail, with what each engine answered."""
-        self.last_failure = StepFailure(policy=(None,), engines=answers)
+    def fail(
+        self, error: Exception, *answers: object, policy: tuple[object, ...] = (None,)
+    ) -> None:
+        """Fail, with what each engine answered, and each policy worker."""
+        self.last_failure = StepFailure(policy=policy, engines=answers)
         raise error
 
 
@@ -277,10 +279,11 @@ async def test_an_actor_that_is_gone_and_no_engine_is_the_trainers() -> None:
         echo = PeerLost("it is lost", rank="rollout 0", stage="received")
         for engine in engines:
             engine.state = Poisoned(world.version, "the policy is lost")
-        world.fail(ActorDiedError(), *(echo for _ in engines))
+        died = ActorDiedError()
+        world.fail(died, *(echo for _ in engines), policy=(None, died))
 
     async with fleet_of(2, trainer_dies) as run:
-        with pytest.raises(TrainerLost, match="a policy worker is gone"):
+        with pytest.raises(TrainerLost, match="policy worker 1 is gone"):
             await run.sync()
         assert [run.scripted.phase(each) for each in (0, 1)] == [EnginePhase.POISONED] * 2
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from ray.exceptions import RayActorError
 
@@ -35,12 +35,21 @@ from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.report import SyncReport, WorkerTransfer
 from rollsync.shell.refit.step_failure import is_echo
 from rollsync.shell.refit.worker_group import GenerationGroup, is_death
-from rollsync.shell.rollout.clients import SyncFigures, TrainerClient
+from rollsync.shell.rollout.clients import SyncFigures
 from rollsync.shell.run.fleet import EngineFleet, engines_lost, reason_of
 
 ALL_DIED: Final = "every engine that took part died at its end"
 Retried = Callable[[int, str], None]
 """Told of a sync that is tried again: its version, and why the last attempt failed."""
+
+
+class Versioned(Protocol):
+    """Whose weights have a version: the trainer."""
+
+    @property
+    def trainer_version(self) -> int:
+        """Of the weights, as of its last answer."""
+        ...
 
 
 class FleetSync:
@@ -61,7 +70,7 @@ class FleetSync:
         *,
         group: GenerationGroup,
         synchronizer: CheckpointEngineWeightSynchronizer,
-        trainer: TrainerClient,
+        trainer: Versioned,
         retried: Retried = lambda version, why: None,
     ) -> None:
         self._fleet = fleet

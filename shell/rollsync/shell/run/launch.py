@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from ray.actor import ActorProxy
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.sampler import PromptGroupSampler
 from rollsync.shell.grpo.client import GrpoTrainerClient
+from rollsync.shell.grpo.worker import GrpoPolicyWorker
 from rollsync.shell.journal import Journal, JournalListener
 from rollsync.shell.refit.engines.factory import check_options
+from rollsync.shell.refit.worker_group import Actor
 from rollsync.shell.rollout.controller import RolloutController, RunOutcome
 from rollsync.shell.rollout.data_plane import DataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
@@ -33,6 +39,18 @@ from rollsync.shell.samplers import load_sampler
 from rollsync.shell.store import SnapshotStore
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run whose directory is this process's: what it works with beside its workers."""
+
+    config: MasterConfig
+    sampler: PromptGroupSampler
+    dataset: ReasoningGymDataset
+    tokenizer: PolicyTokenizer
+    store: SnapshotStore
+    journal: Journal
+
+
 def run_config(config: MasterConfig, *, listener: JournalListener | None = None) -> RunOutcome:
     """Run `config` in this process, resuming what its run directory holds.
 
@@ -42,46 +60,85 @@ def run_config(config: MasterConfig, *, listener: JournalListener | None = None)
     Raises:
         RollsyncError: the run cannot begin, or cannot go on.
     """
-    sampler = load_sampler(config)
     check_options(config.checkpoint_engine)
+    with (
+        opened_run(config, listener=listener) as run,
+        connected(run.config),
+        placed_workers(run.config) as placement,
+        running_plane(run.config.data_plane) as plane,
+    ):
+        return asyncio.run(_run(run, placement, plane))
+
+
+@contextmanager
+def opened_run(
+    config: MasterConfig, *, listener: JournalListener | None = None
+) -> Iterator[OpenRun]:
+    """Claim the run directory and open its journal, until the end of the context.
+
+    Raises:
+        RollsyncError: the run cannot begin.
+    """
+    sampler = load_sampler(config)
     dataset = ReasoningGymDataset(config.data)
     # Before the tokenizer, for which transformers would ask a hub again and again.
     config = with_model_digest(config)
     tokenizer = PolicyTokenizer(config.model.path)
     directory = Path(config.run.directory)
     store = SnapshotStore(directory, config=config, dataset_digest=dataset.digest)
-    with ExitStack() as started:
-        started.callback(store.close)
+    with closing(store):
         store.claim()  # Before anything is written: the directory may be another process's.
         write_config(config)
-        journal = started.enter_context(closing(Journal(directory / JOURNAL)))
-        if listener is not None:
-            journal.listen(listener)
-        started.enter_context(connected(config))
-        placement = started.enter_context(placed_workers(config))
-        plane = started.enter_context(running_plane(config.data_plane))
-        return asyncio.run(
-            _run(config, placement, plane, sampler, tokenizer, dataset, store, journal)
-        )
+        with closing(Journal(directory / JOURNAL)) as journal:
+            if listener is not None:
+                journal.listen(listener)
+            yield OpenRun(
+                config=config,
+                sampler=sampler,
+                dataset=dataset,
+                tokenizer=tokenizer,
+                store=store,
+                journal=journal,
+            )
 
 
-async def _run(
-    config: MasterConfig,
-    placement: WorkerPlacement,
-    plane: DataPlane,
-    sampler: PromptGroupSampler,
-    tokenizer: PolicyTokenizer,
-    dataset: ReasoningGymDataset,
-    store: SnapshotStore,
-    journal: Journal,
-) -> RunOutcome:
+async def _run(run: OpenRun, placement: WorkerPlacement, plane: DataPlane) -> RunOutcome:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    trainer = GrpoTrainerClient(start_policy(config, placement))
+    return await carry_on(
+        run,
+        plane=plane,
+        policy=start_policy(run.config, placement),
+        start_engine=partial(start_engine, run.config, placement),
+        stop=stop,
+    )
+
+
+async def carry_on(
+    run: OpenRun,
+    *,
+    plane: DataPlane,
+    policy: Sequence[ActorProxy[GrpoPolicyWorker]],
+    start_engine: Callable[[int], Actor],
+    stop: asyncio.Event,
+) -> RunOutcome:
+    """One process's part of a run, with its workers; they are ended with it.
+
+    Args:
+        plane: where rows are.
+        policy: the policy workers, by rank.
+        start_engine: starts the engine of a slot; see `EngineFleet`.
+        stop: set when the run is to stop.
+
+    Raises:
+        RollsyncError: the run cannot go on; it can be resumed.
+    """
+    config, journal = run.config, run.journal
+    trainer = GrpoTrainerClient(policy)
     fleet = EngineFleet(
-        partial(start_engine, config, placement),
+        start_engine,
         engines=config.generation.engines,
         settings=config.generation.fleet,
         notice=lambda notice: journal.write(noted(notice)),
@@ -91,17 +148,17 @@ async def _run(
             config,
             trainer=trainer,
             fleet=fleet,
-            tokenizer=tokenizer,
-            verifier=dataset,
+            tokenizer=run.tokenizer,
+            verifier=run.dataset,
             journal=journal,
         )
         controller = RolloutController(
             config,
-            sampler=sampler,
+            sampler=run.sampler,
             clients=clients,
-            dataloader=PromptDataloader(dataset, max_epochs=config.data.max_epochs),
+            dataloader=PromptDataloader(run.dataset, max_epochs=config.data.max_epochs),
             plane=plane,
-            archive=store,
+            archive=run.store,
             environment=NoEnvironmentCheckpoint(),
             journal=journal,
         )

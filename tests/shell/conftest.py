@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT}:{ROOT / 'examples/file_engine'}",
     "OMP_NUM_THREADS": "1",
