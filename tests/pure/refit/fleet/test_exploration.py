@@ -18,6 +18,7 @@ from rollsync.pure.refit.fleet.decisions import (
     RetrySync,
     SyncUnfinished,
     after_sync,
+    awaits_sync,
     may_serve,
     may_sync,
     replacements_wanted,
@@ -153,6 +154,9 @@ def check(moment: Moment) -> None:
         assert takes_part(fleet) == ()
         assert replacements_wanted(fleet) == 0
         assert not isinstance(after_sync(fleet), RetrySync)
+    if awaits_sync(fleet):
+        assert fleet.sync is None, "a sync is due in the middle of one"
+        assert may_sync(fleet), "a sync is due that cannot begin"
     if fleet.sync is not None:
         assert fleet.sync.attempt <= 1 + len(fleet.sync.blamed), "tried again with nobody to blame"
         decided = after_sync(fleet)
