@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from pathlib import Path
 
@@ -57,14 +57,24 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     doom: Doom | None
     """None: it goes on to the last step."""
-    doom_after_s: float
+    doom_step: int
+    """It comes after this many steps of this process, or, if 0, while the run starts."""
+    doom_delay_s: float
+    """And so much later: at whatever the run is then."""
 
 
 class KillByChance:
-    """Kills engines, and stops the run after the last step when it has killed enough."""
+    """Kills engines, and stops the run after the last step when it has killed enough.
 
-    def __init__(self, life: Life) -> None:
+    Args:
+        life: what this process is to do.
+        doom: has the end of it come.
+    """
+
+    def __init__(self, life: Life, doom: Callable[[], None]) -> None:
         self._life = life
+        self._doom = doom
+        self._steps = 0
         self._rng = random.Random(life.seed)
         self._orders = Path(life.orders)
         self._pids: dict[str, int] = {}
@@ -79,6 +89,9 @@ class KillByChance:
                 self._deaths += 1
         if not isinstance(entry, StepTrained):
             return False
+        self._steps += 1
+        if self._steps == self._life.doom_step:
+            self._doom()
         # An order may wait for a set-up, which another engine's death brings about.
         doomed = sum(1 for _ in self._orders.iterdir())
         if len(self._pids) > 1 + doomed and self._rng.random() < ENGINE_KILL:
@@ -94,7 +107,7 @@ class KillByChance:
             order(self._orders, moment)
 
 
-def meet(doom: Doom, left: Collection[int]) -> None:
+def meet(doom: Doom | None, left: Collection[int]) -> None:
     """Kill what it names, or else as soon as it is there.
 
     Args:
@@ -107,9 +120,9 @@ def meet(doom: Doom, left: Collection[int]) -> None:
     os.kill(pids[0], signal.SIGKILL)
 
 
-def _processes(doom: Doom) -> list[int]:
+def _processes(doom: Doom | None) -> list[int]:
     """On the cluster, which is the parent process's."""
-    return actor_processes(os.getppid(), _ACTORS.get(doom, ()))
+    return [] if doom is None else actor_processes(os.getppid(), _ACTORS.get(doom, ()))
 
 
 def main(life: Life) -> int:
@@ -121,14 +134,13 @@ def main(life: Life) -> int:
         logging_level=logging.ERROR,
         runtime_env={"env_vars": ENVIRONMENT},
     )
-    if life.doom is not None:
-        # Whatever the run is at then.
-        left = _processes(life.doom)
-        doom = threading.Timer(life.doom_after_s, meet, [life.doom, left])
-        doom.daemon = True
-        doom.start()
+    doomed = threading.Timer(life.doom_delay_s, meet, [life.doom, _processes(life.doom)])
+    doomed.daemon = True
+    if life.doom is not None and life.doom_step == 0:
+        doomed.start()
+    director = KillByChance(life, doomed.start if life.doom is not None else lambda: None)
     try:
-        run_here(config, Path(life.orders), KillByChance(life))
+        run_here(config, Path(life.orders), director)
     except WorkersLost as lost:
         print(f"{type(lost).__name__}: {lost}", file=sys.stderr)
         return lost.exit_code

@@ -32,8 +32,8 @@ from tests.shell.run.runs import (
 )
 
 STEPS, LONG_STEPS = 200, 1000
-DOOM_AFTER_S = 15.0
-"""At the latest. On an idle machine a run starts in 5 s and then trains 5 steps a second."""
+LATEST_STEP = 40
+"""Of a process that is killed, or of which somebody is."""
 QUEUE = TransferQueuePlaneConfig(storage_units=2, deadline_s=600.0)
 OBJECTS = TransferQueuePlaneConfig(storage="ray", deadline_s=600.0)
 IN_PROCESS = InProcessPlaneConfig()
@@ -112,7 +112,9 @@ def check_whoever_is_killed(
             last_step=steps,
             seed=seed,
             doom=doom,
-            doom_after_s=rng.uniform(0, DOOM_AFTER_S),
+            # The first one while the run starts.
+            doom_step=rng.randint(1, LATEST_STEP) if seed else 0,
+            doom_delay_s=rng.uniform(0, 1),
         )
         check_life(life)
     closed_account(config)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -74,9 +75,17 @@ def test_killed_and_halted_engines_are_replaced(tmp_path: Path, model_path: Path
     os.kill(run.wait_healthy("engine-0"), signal.SIGKILL)
     run.wait_healthy("engine-2")
     run.wait_steps(2)
-    os.kill(run.wait_healthy("engine-1"), signal.SIGSTOP)
+    halted = run.wait_healthy("engine-1")
+    os.kill(halted, signal.SIGSTOP)
     run.wait_healthy("engine-3")
+    wait_gone(halted)
     check_goes_on_without(run, config, ["engine-0", "engine-1"], newest="engine-3")
+
+
+def wait_gone(pid: int) -> None:
+    """Wait until a process has ended: what it held, a device's memory for one, is free again."""
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=PATIENCE_S)
+    assert not psutil.pid_exists(pid), "given up, and still there"
 
 
 @pytest.mark.slow

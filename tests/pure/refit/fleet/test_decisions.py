@@ -161,6 +161,13 @@ def test_a_sync_that_no_engine_broke_is_not_tried_again() -> None:
     assert isinstance(after_sync(fleet(*SYNCED)), SyncGivenUp)
 
 
+def test_weights_from_before_a_sync_to_the_same_version_do_not_count_as_loaded() -> None:
+    """It is for a replacement, and overwrites what the others hold."""
+    state = fleet(*SYNCED, SyncStarted(1, ALL))
+    assert all(record.version is None for record in state.engines.values())
+    assert isinstance(after_sync(fleet(*SYNCED, SyncStarted(1, ALL), *map(echo, ALL))), SyncGivenUp)
+
+
 def test_a_lost_fleet_syncs_nothing_more() -> None:
     state = fleet(*SYNCING, EngineSynced(A), *(ActorDied(each, "killed") for each in ALL))
     assert isinstance(after_sync(state), SyncGivenUp)

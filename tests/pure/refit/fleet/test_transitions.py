@@ -217,9 +217,10 @@ def test_below_the_minimum_the_fleet_is_lost_for_good() -> None:
     assert state.lost is not None
     assert (state.lost.able, state.lost.min_healthy) == (1, 2)
     assert state.lost.causes == (f"{A}: killed",)
-    for event in (EngineStarted("engine-2"), EngineJoined("engine-2")):
+    lost = state.lost
+    for event in (EngineStarted("engine-2"), EngineJoined("engine-2"), ActorDied(B, "in the end")):
         state = apply_to_fleet(state, event).unwrap()
-    assert state.lost is not None
+        assert state.lost is lost, "what made the run stop is what it says"
 
 
 def test_before_the_first_sync_the_fleet_is_waited_for() -> None:
