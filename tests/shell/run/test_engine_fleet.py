@@ -53,6 +53,24 @@ async def test_the_engine_with_least_to_do_is_asked() -> None:
         assert [each.token_ids for each in await asyncio.gather(*asked)] == [(0,), (1,), (2,), (3,)]
 
 
+async def test_what_an_engine_has_done_is_not_held_against_it() -> None:
+    async with serving_fleet(2) as run:
+        never = asyncio.Event()
+
+        async def wait(number: int) -> None:
+            await never.wait()
+
+        run.made[1].answers = wait
+        asked = [asyncio.create_task(run.ask(seed)) for seed in range(2)]
+        while run.made[1].requests == 0:
+            await asyncio.sleep(0)
+        for _ in range(3):
+            await run.ask()
+        assert (run.made[0].requests, run.made[1].requests) == (4, 1)
+        never.set()
+        await asyncio.gather(*asked)
+
+
 async def test_what_an_engine_refuses_is_given_to_another_and_it_waits_for_a_sync() -> None:
     async with serving_fleet(2) as run:
         run.made[0].answers = raising(EngineNotServing("it is poisoned", state="poisoned"))
@@ -70,7 +88,10 @@ async def test_an_engine_with_older_weights_than_the_ledger_thinks_waits_for_a_s
         assert run.phase(0) is EnginePhase.OUTDATED
 
 
-async def test_a_request_that_a_sync_overtakes_is_made_again_with_the_new_weights() -> None:
+@pytest.mark.parametrize("ended", [False, True], ids=["sync under way", "sync ended"])
+async def test_a_request_that_a_sync_overtakes_is_made_again_with_the_new_weights(
+    ended: bool,
+) -> None:
     async with serving_fleet(1) as run:
         under_way, synced = asyncio.Event(), asyncio.Event()
 
@@ -84,13 +105,15 @@ async def test_a_request_that_a_sync_overtakes_is_made_again_with_the_new_weight
         asked = asyncio.create_task(run.ask())
         await under_way.wait()
         run.fleet.apply(SyncStarted(2, ("engine-0",)))
-        synced.set()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not asked.done()
-        assert run.made[0].requests == 1, "an engine in a sync is not asked"
+        if not ended:
+            synced.set()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not asked.done()
+            assert run.made[0].requests == 1, "an engine in a sync is not asked"
         for event in (EngineSynced("engine-0"), SyncClosed()):
             run.fleet.apply(event)
+        synced.set()
         assert (await asked).weight_version == 2
         assert run.phase(0) is EnginePhase.HEALTHY
 
@@ -109,6 +132,22 @@ async def test_an_engine_that_fails_at_requests_in_a_row_is_given_up(late: bool)
             with pytest.raises(GenerationFailed, match=why):
                 await run.ask()
             assert run.phase(0) is phase
+
+
+async def test_an_engine_that_fails_now_and_then_stays() -> None:
+    settings = replace(PATIENT, max_request_failures=2)
+
+    async def every_other(number: int) -> None:
+        if number % 2:
+            raise RefitError("out of memory")
+
+    async with serving_fleet(1, settings) as run:
+        run.made[0].answers = every_other
+        for _ in range(3):
+            with pytest.raises(GenerationFailed):
+                await run.ask()
+            await run.ask()
+        assert run.phase(0) is EnginePhase.HEALTHY
 
 
 async def test_a_silent_engine_gets_no_work_until_it_answers_again() -> None:

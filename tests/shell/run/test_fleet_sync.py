@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ray.exceptions import ActorDiedError
 
 from rollsync.pure.refit.fleet.decisions import may_serve
-from rollsync.pure.refit.fleet.events import ActorDied
+from rollsync.pure.refit.fleet.events import ActorDied, ProbeMissed
 from rollsync.pure.refit.fleet.state import EnginePhase
 from rollsync.pure.refit.lifecycle import Poisoned, Serving
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
@@ -219,6 +219,51 @@ async def test_a_sync_in_which_an_engine_is_killed_is_tried_again_without_it() -
         assert run.serving == [1, 2]
 
 
+async def test_a_sync_that_kills_the_only_engine_waits_for_a_replacement() -> None:
+    async with fleet_of(1, one_is_killed, min_healthy=0) as run:
+        await run.sync()
+        assert run.retries == []
+        assert run.synchronizer.calls == ["connect", "sync [0]", "reconnect", "sync [1]"]
+        assert run.serving == [1]
+
+
+async def test_who_still_serves_the_weights_of_before_gets_the_new_ones() -> None:
+    """The attempt failed before they began to load."""
+
+    def killed_at_once(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        engines[0].died = True
+        engines[1].state = Serving(world.version - 1)
+        world.fail(ActorDiedError(), ActorDiedError(), None)
+
+    async with fleet_of(2, killed_at_once) as run:
+        await run.sync()
+        assert run.synchronizer.calls == ["connect", "sync [0, 1]", "reconnect", "sync [1]"]
+        assert run.serving == [1]
+
+
+async def test_an_engine_that_says_that_it_did_not_load_is_left_out() -> None:
+    def refused(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        for engine in engines:
+            engine.state = Poisoned(world.version, "not all was loaded")
+        world.fail(RefitError("an engine did not load"), False, None)
+
+    async with fleet_of(2, refused) as run:
+        await run.sync()
+        assert run.synchronizer.calls[-1] == "sync [1]"
+        assert run.serving == [1]
+
+
+async def test_an_engine_whose_step_ended_with_its_death_is_dead_whatever_its_probe_does() -> None:
+    def dies_and_hangs(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        engines[0].silent.set()
+        world.fail(ActorDiedError(), ActorDiedError(), None)
+
+    async with fleet_of(2, dies_and_hangs) as run:
+        await run.sync()
+        assert run.scripted.phase(0) is EnginePhase.DEAD
+        assert run.serving == [1]
+
+
 async def test_an_engine_that_fails_is_left_out_and_gets_the_weights_the_next_time() -> None:
     def one_fails(world: Scripted, engines: list[ScriptedEngine]) -> None:
         engines[0].state = Poisoned(world.version, "no memory")
@@ -294,6 +339,20 @@ async def test_engines_that_load_another_version_than_the_trainers_serve_nothing
         with pytest.raises(RefitError, match=r"weight version 3, and the trainer is at 4"):
             await run.sync()
         assert run.scripted.phase(0) is EnginePhase.POISONED
+
+
+async def test_engines_that_are_lost_beside_a_sync_that_fails_are_why_the_run_ends() -> None:
+    def another_dies(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        world.note_death(world.run.made[1])
+        world.fail(RefitError("the policy has no weights"))
+
+    async with fleet_of(2, another_dies, min_healthy=2) as run:
+        for number in (0, 1):
+            await run.scripted.until(number, EnginePhase.OUTDATED)
+        run.scripted.fleet.apply(ProbeMissed("engine-1"))
+        with pytest.raises(EnginesLost):
+            await run.sync()
+        assert run.synchronizer.calls == ["connect", "sync [0]"]
 
 
 async def test_with_too_few_engines_left_the_sync_says_so() -> None:

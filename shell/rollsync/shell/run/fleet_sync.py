@@ -171,11 +171,11 @@ class FleetSync:
             if isinstance(missed, ActorDied):
                 self._fleet.apply(missed)
                 continue
-            if missed is not None:
-                self._fleet.apply(EngineSyncFailed(name, "it did not answer after it", own=True))
-                continue
             if isinstance(answer, Exception) and is_death(answer):
                 self._fleet.apply(ActorDied(name, reason_of(answer)))
+                continue
+            if missed is not None:
+                self._fleet.apply(EngineSyncFailed(name, "it did not answer after it", own=True))
                 continue
             probe = self._fleet.last_probe(name)
             state = None if probe is None else probe.state
