@@ -82,11 +82,17 @@ def test_the_first_sync_waits_for_the_whole_fleet() -> None:
 def test_engines_take_part_in_the_order_of_their_start_whatever_their_names() -> None:
     names = ("zebra", "engine-10", "engine-9", "ant")
     state = new_fleet(FleetSettings(), wanted=4)
-    for event in (*map(EngineStarted, names), *map(EngineJoined, reversed(names))):
+    joined: list[FleetEvent] = [*map(EngineStarted, names), *map(EngineJoined, reversed(names))]
+    for event in joined:
         state = apply_to_fleet(state, event).unwrap()
     assert takes_part(state) == names
-    for dead in (ActorDied("engine-10", "killed"), EngineStarted("bee"), EngineJoined("bee")):
-        state = apply_to_fleet(state, dead).unwrap()
+    replaced: list[FleetEvent] = [
+        ActorDied("engine-10", "killed"),
+        EngineStarted("bee"),
+        EngineJoined("bee"),
+    ]
+    for event in replaced:
+        state = apply_to_fleet(state, event).unwrap()
     assert takes_part(state) == ("zebra", "engine-9", "ant", "bee")
 
 
