@@ -13,13 +13,12 @@ QUEUE_CONTROLLER = ("TransferQueueController",)
 
 def actor_processes(root: int, classes: Collection[str]) -> list[int]:
     """Actors of these classes on the Ray clusters that process `root` has started."""
-    found = []
-    for process in psutil.Process(root).children(recursive=True):
-        try:
-            title = process.cmdline()[:1]
-        except psutil.NoSuchProcess:
-            continue
-        # Ray writes `ray::Class`, and `ray::Class.method` while it is called.
-        if title and title[0].removeprefix("ray::").partition(".")[0] in classes:
-            found.append(process.pid)
-    return found
+    started = {process.pid for process in psutil.Process(root).children(recursive=True)}
+    # It passes over those that end meanwhile.
+    titles = {each.pid: each.info["cmdline"] or [""] for each in psutil.process_iter(["cmdline"])}
+    # Ray writes `ray::Class`, and `ray::Class.method` while it is called.
+    return [
+        pid
+        for pid in sorted(started & titles.keys())
+        if titles[pid][0].removeprefix("ray::").partition(".")[0] in classes
+    ]
