@@ -68,14 +68,15 @@ class FarPlane(InProcessDataPlane):
 
     def pins_that_hold(self) -> int:
         """How many are not released."""
-        held = 0
-        for pin in self.pins:
-            try:
-                pin.revisions(())
-            except DataPlaneError:
-                continue
-            held += 1
-        return held
+        return sum(not is_released(pin) for pin in self.pins)
+
+
+def is_released(pin: PinnedRows) -> bool:
+    try:
+        pin.revisions(())
+    except DataPlaneError as error:
+        return "released" in error.message
+    return False
 
 
 @pytest.mark.asyncio

@@ -169,7 +169,11 @@ async def test_the_order_of_a_save(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.ready(0)
     world.archive.calls.clear()
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
     await world.snapshotter.save_rollout_snapshot()
+    assert 0 < world.snapshotter.longest_save_s <= clock() - began_s
+    assert world.metrics[-1]["rollout_checkpoint/save_s"] == world.snapshotter.longest_save_s
     assert world.archive.calls == [
         "has_anchor",
         "begin",
