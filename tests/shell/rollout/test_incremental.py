@@ -19,6 +19,7 @@ from rollsync.pure.rollout.capture import capture
 from rollsync.pure.rollout.checkpointing import CheckpointKind, TQReplayMetadataState
 from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason as Reason
 from rollsync.pure.rollout.events import GroupsClaimed
+from rollsync.pure.rollout.inventory import owned_rows
 from rollsync.pure.rollout.state import RolloutState
 from rollsync.pure.snapshot.chain import MAX_DIFFERENCES
 from rollsync.shell.cli import main
@@ -29,7 +30,7 @@ from rollsync.shell.rollout.data_plane import InProcessDataPlane, PinnedRows
 from rollsync.shell.store.checkup import examine
 from rollsync.shell.store.filesystem import RealFileSystem
 from tests.pure.rollout.events_kit import drop, reserve, spare, train
-from tests.shell.rollout.world import PlainBundle, World, assert_same_rows, row_of
+from tests.shell.rollout.world import PARTITION, PlainBundle, World, assert_same_rows, row_of
 
 
 def world_at(root: Path, *, keep: int = 100) -> World:
@@ -199,6 +200,61 @@ async def test_what_a_save_looks_at_is_what_changed_since_the_last_one(tmp_path:
     plane.rows = 0
     await save(world)
     assert plane.rows == 0
+    assert (await world.snapshotter.save_trainer_checkpoint(write_weights)).saved
+    assert plane.rows == 8, "all of it is looked at for a checkpoint"
+
+
+@pytest.mark.asyncio
+async def test_claims_are_counted_in_every_snapshot_of_a_step(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0, 1, 2)
+    await world.do(GroupsClaimed(step=1, group_ids=("e0p0", "e0p1")))
+    await save(world)
+    await world.admit(3)
+    await save(world)
+    counts = [
+        PlainBundle(path).facts.rolled_back_train_group_count for path in world.archive.bundles()
+    ]
+    assert counts == [2, 2]
+
+
+@pytest.mark.asyncio
+async def test_a_row_that_an_open_step_has_lost_is_noticed_though_its_group_has_not_changed(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    await world.ready(0, 1)
+    await world.do(GroupsClaimed(step=1, group_ids=("e0p0",)))
+    await save(world)
+    await world.plane.clear(PARTITION, ["e0p0/1"])
+    result = await world.snapshotter.save_rollout_snapshot(force=True)
+    assert (result.saved, result.reason) == (False, Reason.INVARIANT_ERROR)
+    assert "e0p0/1" in str(world.snapshotter.last_error)
+
+
+@pytest.mark.asyncio
+async def test_rows_are_counted_as_they_are_whatever_a_save_looks_at(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def counted() -> None:
+        state = await save(world)
+        replay = sum(len(group.sample_ids) for group in state.replay.values())
+        metrics = world.metrics[-1]
+        assert metrics["rollout_checkpoint/replay_rows"] == replay
+        assert metrics["rollout_checkpoint/staging_rows"] == len(owned_rows(state)) - replay
+
+    await world.ready(0, 1, 2)
+    await counted()
+    await world.admit(3, 4)
+    await world.seal("e0p3", 0)
+    await counted()
+    await world.finish("e0p3")
+    await world.do(drop("e0p0", 0))
+    await counted()
+    await world.ready(5)
+    await counted()
+    await world.do(drop("e0p3", 0), drop("e0p5", 0))
+    await counted()
 
 
 @pytest.mark.asyncio
