@@ -32,6 +32,7 @@ ROUNDS = 5
 MIB = 1 << 20
 FLAT_BYTES = 512 * MIB
 BUCKET_MIB = 12
+SERVED_S = 3.0
 _PR_SET_PTRACER = 0x59616D61
 COPY = "memory copy in a process of its own"
 RAW = {"shm": "raw process_vm_readv", "nixl": "raw NIXL read in a process of its own"}
@@ -74,6 +75,13 @@ class End:
     def raw_read(self, process: int, address: int) -> None:
         """Read the other end's flat memory."""
         read_memory(process, [address, FLAT_BYTES], [self._other.data_ptr(), FLAT_BYTES])
+
+    def serve(self, seconds: float) -> None:
+        """Answer the other end's agent."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._agent.progress()
+            time.sleep(0.0002)
 
     def raw_nixl_read(self, address: int) -> None:
         """Read the other end's flat memory over NIXL, in one descriptor."""
@@ -172,6 +180,16 @@ class _Ends:
         self._pipes[rank].send(command)
         return self._pipes[rank].recv()
 
+    def acquaint(self) -> tuple[int, int]:
+        """Let the rollout worker connect to the policy's agent, which takes an answer; the policy's
+        process, and where its flat memory is."""
+        process, address, agent = self.ask(0, "place")
+        self.ask(1, "meet", agent)
+        self._pipes[0].send(("serve", SERVED_S))
+        self.ask(1, "raw_nixl_read", address)
+        self._pipes[0].recv()
+        return process, address
+
     def ask_both(self, *command: object) -> list[Any]:
         """Let both ends do something at once."""
         for pipe in self._pipes:
@@ -209,8 +227,7 @@ def direct_rows(model: Shapes, small: Shapes) -> list[dict[str, object]]:
     def note(name: str, seconds: float) -> None:
         times.setdefault(name, []).append(seconds)
 
-    process, address, agent = ends.ask(0, "place")
-    ends.ask(1, "meet", agent)
+    process, address = ends.acquaint()
     raw: dict[str, tuple[object, ...]] = {
         COPY: ("copy",),
         RAW["shm"]: ("raw_read", process, address),
