@@ -31,7 +31,12 @@ from rollsync.pure.rollout.resume import (
     SiblingsResumed,
     plan_resume,
 )
-from rollsync.pure.rollout.sampler import InOrderSampler, PromptGroupSampler, ReadyFirstSampler
+from rollsync.pure.rollout.sampler import (
+    InOrderSampler,
+    PromptGroupSampler,
+    ReadyFirstSampler,
+    WindowedSampler,
+)
 from rollsync.pure.rollout.state import (
     Dropped,
     DropReason,
@@ -152,6 +157,20 @@ def test_an_unloaded_buffer_is_generated_again_in_its_batches() -> None:
     )
     assert {record.target_step for record in plan.state.ledger.groups.values()} == {0}
     assert plan.rows_to_load == ()
+
+
+class Forgetful(WindowedSampler, frozen=True, kw_only=True, tag="forgetful"):
+    """A user's policy that cannot go on with groups that it did not see come."""
+
+    @property
+    def supports_buffer_checkpoint(self) -> bool:
+        return False
+
+
+def test_a_policy_that_supports_no_buffer_has_it_generated_again() -> None:
+    state = made_ready(admitted(0, 1), "e0p0", "e0p1")
+    kinds = {type(group) for group in plan_resume(state, policy(sampler=Forgetful())).groups}
+    assert kinds == {ReadyRegenerated}
 
 
 def test_open_claims_are_rolled_back() -> None:

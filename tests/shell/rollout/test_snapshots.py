@@ -52,6 +52,8 @@ async def test_a_snapshot_comes_back_as_it_was(tmp_path: Path) -> None:
     ]
     assert set(restored.prompts) == {"e0p2", "e0p3"}
     assert restored.source.from_rollout_snapshot
+    assert after.metrics == [dict(restored.source.rollout_checkpoint_load_metrics or ())]
+    assert after.metrics[0]["rollout_checkpoint/loaded_rows"] == len(owned)
     assert restored.trainer_path is None
 
 
