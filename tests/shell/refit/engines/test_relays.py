@@ -40,6 +40,14 @@ def expect_next(chain: Chain) -> None:
     expect_everything(chain.stream())
 
 
+def test_the_policy_worker_says_where_its_weights_go(chain: Chain) -> None:
+    assert [choice.partition(":")[0] for choice in chain.choices()] == [
+        "policy 0 to rollout 0 by nixl",
+        "rollout 0 to rollout 1 by nixl",
+        "rollout 1 to rollout 2 by nixl",
+    ]
+
+
 def test_everything_arrives_stream_after_stream(chain: Chain) -> None:
     for _ in range(3):
         outcomes = chain.stream()

@@ -7,12 +7,15 @@ bucket from the sender's registered buffer into its own, and loads from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 
+from rollsync.pure.refit import EngineChoice, PolicyWorker, RoutingTable
+from rollsync.pure.refit.routes import Sender
 from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
+from rollsync.shell.refit.engines.base import RoutingEngine
 from rollsync.shell.refit.engines.direct import DirectMemory, DirectWay
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
@@ -71,7 +74,7 @@ class NixlEnd:
         self._agent = None
 
 
-class NixlCheckpointEngine(StagedEngine):
+class NixlCheckpointEngine(StagedEngine, RoutingEngine):
     """Moves weights over NIXL.
 
     Args:
@@ -119,8 +122,14 @@ class NixlCheckpointEngine(StagedEngine):
             relay=relay,
         )
         self._bind_address = bind_address
+        self._choices: tuple[EngineChoice, ...] = ()
         if preinit:
             self._end.agent()
+
+    @property
+    def choices(self) -> tuple[EngineChoice, ...]:
+        """The routes that a policy worker's weights take, if relays are among them."""
+        return self._choices
 
     def prepare(self) -> dict[str, object]:
         """Start the agent and listen for the sender."""
@@ -131,12 +140,22 @@ class NixlCheckpointEngine(StagedEngine):
         """Stop listening, give back all buffers, end the agent."""
         super().finalize()
         self._end.stop()
+        self._choices = ()
 
     def _listen(self) -> Listener:
         return Listener.on_network(self._bind_address or address_of_this_host())
 
     def _check_peer(self, index: int, metadata: Mapping[str, object]) -> None:
         """NIXL reaches every host."""
+
+    def _take_routes(
+        self, me: Sender, table: RoutingTable, workers: Sequence[Mapping[str, object]]
+    ) -> None:
+        starts_here = table.has_relays and isinstance(me, PolicyWorker)
+        self._choices = tuple(
+            EngineChoice(route=route, engine="nixl", reason="every route is carried by it")
+            for route in (table.routes_of(me.rank) if starts_here else ())
+        )
 
     def _reserve(self) -> SenderMemory:
         return self._end.memory(self._bucket_bytes)
