@@ -322,6 +322,37 @@ def test_a_directory_is_prepared_once(tmp_path: Path) -> None:
     assert fs.failed == 0
 
 
+def test_rows_that_retention_removed_are_written_again(tmp_path: Path) -> None:
+    store = store_at(tmp_path, snapshots_per_checkpoint=1)
+    save_snapshot(store, 0, 1, b"rows")
+    save_snapshot(store, 0, 2)
+    store.prune()
+    assert names(tmp_path / "segments") == []
+    save_snapshot(store, 0, 3, b"rows")
+    assert chosen_save(store_at(tmp_path)) == 3
+
+
+def test_segments_of_a_save_that_was_given_up_go_with_the_next_prune(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save_snapshot(store, 0, 1)
+    draft = store.begin(SNAPSHOT, 0)
+    store.put_segment(b"rows of nobody")
+    draft.abandon()
+    store.prune()
+    assert names(tmp_path / "segments") == []
+
+
+def test_a_bundle_that_cannot_be_retired_keeps_no_other_from_it(tmp_path: Path) -> None:
+    fs = FailingFileSystem()
+    store = store_at(tmp_path, fs=fs, snapshots_per_checkpoint=1)
+    for save in (1, 2, 3):
+        save_snapshot(store, 0, save)
+    fs.failing = [("rename", r"\.trash-0-000001$")]
+    with pytest.raises(OSError, match="Input/output error"):
+        store.prune()
+    assert names(tmp_path / "bootstrap" / "snapshots") == ["000001", "000003"]
+
+
 def test_choosing_writes_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save_checkpoint(store, 1, 1, b"rows")
