@@ -50,6 +50,15 @@ class NativeVllm:
         self._llm.reset_prefix_cache()
         return complete_all(self._llm, PROMPT, sampling_params(GREEDY, 11), version)
 
+    def refusal(self, version: int) -> str:
+        """The name of vLLM's error in place of an answer, which may be one that only processes
+        with vLLM can read; empty if it answers."""
+        try:
+            self.answer(version)
+        except Exception as error:
+            return type(error).__name__
+        return ""
+
 
 class NativeTrainer(TinyPolicy):
     """A trainer that drives vLLM's calls."""

@@ -71,3 +71,20 @@ def test_an_update_that_breaks_in_the_middle_is_made_good_or_ends_the_engine(
     with pytest.raises(EngineNotServing, match="mixture"):
         ray.get(engine.answer.remote(version))
     ray.kill(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("cluster")
+def test_an_update_that_breaks_ends_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
+    engine = vllm_actor(NativeVllm, save_model(tmp_path / "start"))
+    trainer: Any = ray.remote(NativeTrainer).options(num_cpus=0).remote()
+    options = {"engine": "shm", "bucket_size_bytes": MEBIBYTE // 8, "rollout_world_size": 1}
+    ray.get(trainer.connect.remote(engine, options))
+    ray.get(trainer.send.remote())
+    assert ray.get(engine.answer.remote(0))
+    ray.get(trainer.break_after.remote(20))
+    with pytest.raises(ArithmeticError):
+        ray.get(trainer.send.remote())
+    assert ray.get(engine.refusal.remote(0)) == "EngineDeadError"
+    ray.kill(engine)
