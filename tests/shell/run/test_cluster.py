@@ -27,6 +27,7 @@ from rollsync.shell.cli import main
 from rollsync.shell.cluster import ClusterError, cluster_nodes
 from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained
 from rollsync.shell.refit.engines.staged import HOST_LABEL
+from rollsync.shell.rollout.clients import TrainerLost
 from rollsync.shell.run.launch import run_config
 from rollsync.shell.run.placement import connected, placed_workers
 from tests.shell.run.commands import kill_when, run
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def nodes() -> Iterator[Cluster]:
     """A head without CPUs, where the controller is; two nodes with a place for a policy worker and
     one for an engine, one with a place for an engine, one for rows. All are on this machine, and
     those with workers are told that they are hosts of their own."""
@@ -60,8 +61,15 @@ def address() -> Iterator[str]:
     ):
         cluster.add_node(num_cpus=2, resources=places, env_vars={HOST_LABEL: name})
     cluster.wait_for_nodes()
-    yield cluster.address
+    yield cluster
     cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(nodes: Cluster) -> str:
+    """Where the cluster is."""
+    found: str = nodes.address
+    return found
 
 
 def on_cluster(config: MasterConfig, address: str, **changes: object) -> MasterConfig:
@@ -225,6 +233,32 @@ def test_a_replacement_is_fed_the_way_that_its_forerunner_was(
     assert outcome.why.startswith("asked to stop")
     assert explained_ways(caplog)[-len(WAYS) :] == list(WAYS)
     closed_account(config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_loss_of_a_node_is_the_loss_of_its_policy_worker(
+    tmp_path: Path, model_path: Path, nodes: Cluster, address: str
+) -> None:
+    doomed = [nodes.add_node(num_cpus=1, resources={"doomed": 1}) for _ in range(2)]
+    nodes.wait_for_nodes()
+    usual = on_cluster(small_config(tmp_path / "run", model_path), address)
+    config = on_cluster(
+        small_config(tmp_path / "run", model_path),
+        address,
+        policy_worker=WorkerResources(custom={"doomed": 1}),
+    )
+
+    def lose_a_node(entry: JournalEntry) -> None:
+        if isinstance(entry, StepTrained) and entry.step == 2:
+            nodes.remove_node(doomed.pop(), allow_graceful=False)
+
+    with pytest.raises(TrainerLost, match=r"policy worker [01] is gone: "):
+        run_config(config, listener=lose_a_node)
+    nodes.remove_node(doomed.pop())
+    assert run_config(usual).completed
+    state, _ = closed_account(config)
+    assert ended_prompts(state) == all_prompts()
 
 
 def explained_ways(log: pytest.LogCaptureFixture) -> list[tuple[str, str, str]]:
