@@ -181,14 +181,22 @@ class _Ends:
         return self._pipes[rank].recv()
 
     def acquaint(self) -> tuple[int, int]:
-        """Let the rollout worker connect to the policy's agent, which takes an answer; the policy's
-        process, and where its flat memory is."""
+        """Let the rollout worker know the policy's agent; the policy's process, and where its flat
+        memory is."""
         process, address, agent = self.ask(0, "place")
         self.ask(1, "meet", agent)
-        self._pipes[0].send(("serve", SERVED_S))
-        self.ask(1, "raw_nixl_read", address)
-        self._pipes[0].recv()
+        self.raw_nixl_read_s(address)
         return process, address
+
+    def raw_nixl_read_s(self, address: int) -> float:
+        """Seconds of one read over NIXL, while the policy's agent answers: a read may need that at
+        any time, and not only the first, to connect."""
+        self._pipes[0].send(("serve", SERVED_S))
+        start = time.perf_counter()
+        self.ask(1, "raw_nixl_read", address)
+        took = time.perf_counter() - start
+        self._pipes[0].recv()
+        return took
 
     def ask_both(self, *command: object) -> list[Any]:
         """Let both ends do something at once."""
@@ -231,13 +239,13 @@ def direct_rows(model: Shapes, small: Shapes) -> list[dict[str, object]]:
     raw: dict[str, tuple[object, ...]] = {
         COPY: ("copy",),
         RAW["shm"]: ("raw_read", process, address),
-        RAW["nixl"]: ("raw_nixl_read", address),
     }
     for _ in range(ROUNDS + 1):
         for name, command in raw.items():
             start = time.perf_counter()
             ends.ask(1, *command)
             note(name, time.perf_counter() - start)
+        note(RAW["nixl"], ends.raw_nixl_read_s(address))
         for backend in RAW:
             name = f"{backend} direct"
             note(name, ends.sync_s(backend, "model", checksum=True))
