@@ -45,13 +45,14 @@ SAYS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("sampler", "plane"),
     [
-        pytest.param(InOrderSampler(), QUEUE, id="in order, TransferQueue"),
-        pytest.param(WindowedSampler(), IN_PROCESS, id="windowed, in process"),
+        pytest.param(InOrderSampler(), QUEUE, id="in order, TransferQueue", marks=pytest.mark.slow),
+        pytest.param(
+            WindowedSampler(), IN_PROCESS, id="windowed, in process", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_every_prompt_is_accounted_for_whoever_is_killed(
