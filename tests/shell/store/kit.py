@@ -123,3 +123,20 @@ def chosen_save(store: SnapshotStore) -> int:
         return 0
     assert bundle.read(STATE) == state_of(bundle.facts.mutation_version)
     return bundle.facts.mutation_version
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def resumed(
+    root: Path, *, trainer_checkpoints: int = 2, snapshots_per_checkpoint: int = 2
+) -> SnapshotStore:
+    """The store of a process that has resumed."""
+    store = store_at(
+        root,
+        trainer_checkpoints=trainer_checkpoints,
+        snapshots_per_checkpoint=snapshots_per_checkpoint,
+    )
+    assert store.choose().bundle is not None
+    return store
