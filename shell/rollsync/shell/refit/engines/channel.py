@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from returns.pipeline import is_successful
 
@@ -49,6 +49,7 @@ _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 _HEAD_BYTES = _LENGTH.size + _CODE_BYTES
 _READ_BYTES: Final = 1 << 16
+_Error = TypeVar("_Error", bound=TransferError)
 _SPIN_S: Final = 0.001
 """How long a peer's answer is looked for without giving the event loop back."""
 GREETING_LIMIT_BYTES = 4096
@@ -358,32 +359,29 @@ class ControlChannel:
         return keyed.digest()
 
     def _timeout(self, what: str) -> TransferTimeout:
-        return TransferTimeout(
+        return self.error(
+            TransferTimeout,
             f"{what} for {self._timeout_s:g} s",
-            rank=self.rank,
-            stage=self.stage,
-            tensor=self.tensor,
             remedy="see the other worker's log; raise refit_timeout_s if it is only slow",
         )
 
     def lost(self) -> Exception:
         """The error for a connection that ended."""
-        return self._interruption or PeerLost(
-            f"{self.peer} is gone",
-            rank=self.rank,
-            stage=self.stage,
-            tensor=self.tensor,
-            remedy="see that worker's log for why it ended",
+        return self._interruption or self.error(
+            PeerLost, f"{self.peer} is gone", remedy="see that worker's log for why it ended"
         )
 
     def refused(self, why: str) -> PeerRefused:
-        return PeerRefused(
+        """The error for what no end of a stream sends."""
+        return self.error(
+            PeerRefused,
             f"{self.peer} sent {why}",
-            rank=self.rank,
-            stage=self.stage,
-            tensor=self.tensor,
             remedy="make sure that both ends are of one run and one version of rollsync",
         )
+
+    def error(self, kind: type[_Error], message: str, *, remedy: str) -> _Error:
+        """An error at what this end is doing."""
+        return kind(message, rank=self.rank, stage=self.stage, tensor=self.tensor, remedy=remedy)
 
 
 def _drain(connection: socket.socket) -> None:

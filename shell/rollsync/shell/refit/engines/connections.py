@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from rollsync.pure.refit import RolloutWorker
-from rollsync.pure.refit.control import Challenge, Failed, Hello, Welcome
+from rollsync.pure.refit.control import (
+    BucketReleased,
+    Challenge,
+    ControlBody,
+    Failed,
+    Hello,
+    Welcome,
+)
+from rollsync.pure.refit.ring import Ring
 from rollsync.pure.refit.routes import Sender
 from rollsync.shell.refit.engines.addresses import connect
 from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
@@ -40,6 +48,26 @@ class Introduction(Struct, frozen=True, kw_only=True):
     sender: Sender
     train_world_size: int
     rollout_world_size: int
+
+
+def position_released(
+    channel: ControlChannel, said: ControlBody, ring: Ring, *, before: int, announced: int
+) -> int:
+    """Before which position a receiver has released a sender's buffers.
+
+    Args:
+        said: what it said.
+        before: what it had released by then.
+        announced: up to where it was told of the stream.
+
+    Raises:
+        PeerRefused: it has released nothing, or what it cannot have had.
+    """
+    if isinstance(said, BucketReleased):
+        released = ring.position(said.bucket, said.released_bytes)
+        if before <= released <= announced:
+            return released
+    raise channel.unexpected(said)
 
 
 class Connections:

@@ -264,13 +264,3 @@ class DirectMemory:
 
     def _ways(self) -> list[DirectWay]:
         return [way for way in (self._on_host, self._over_network) if way is not None]
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is its contents in row-major order."""
-    return (
-        tensor.layout == torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.nbytes > 0
-    )

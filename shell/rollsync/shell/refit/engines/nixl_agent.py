@@ -7,6 +7,7 @@ when only some of it could be registered.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import secrets
 from collections import Counter
@@ -191,13 +192,15 @@ class NixlAgent:
         """Forget another agent, which may be dead, unless somebody else here has met it."""
         if self._met[peer] > 1:
             self._met[peer] -= 1
-        elif self._met.pop(peer, 0):
-            self._remove(peer)
+        else:
+            self.lose(peer)
 
     def lose(self, peer: str) -> None:
         """Forget another agent, whoever has met it: nothing can be read from it any more."""
         if self._met.pop(peer, 0):
-            self._remove(peer)
+            # One that was killed cannot be parted from properly.
+            with contextlib.suppress(NixlError):
+                self._remove(peer)
 
     def knows(self, peer: str) -> bool:
         """Whether it was met and neither forgotten nor lost."""

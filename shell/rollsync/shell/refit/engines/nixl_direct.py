@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rollsync.pure.refit.control import ProbeOffered, TensorsOffered
 from rollsync.shell.refit.engines.channel import ControlChannel
-from rollsync.shell.refit.engines.direct import DirectWay, MemoryPlace, is_plain
+from rollsync.shell.refit.engines.direct import DirectWay, MemoryPlace
 from rollsync.shell.refit.engines.direct_reads import ReadBatch
 from rollsync.shell.refit.engines.nixl_agent import (
     MemoryRegion,
@@ -35,6 +35,7 @@ from rollsync.shell.refit.engines.nixl_agent import (
     memory_of,
 )
 from rollsync.shell.refit.engines.nixl_memory import arrival, as_loss
+from rollsync.shell.refit.engines.rings import is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -346,16 +347,13 @@ class OtherRegisteredMemory:
     def _part(self) -> None:
         """Forget the sender, which is not read from any more."""
         if self._peer:
-            # One that was killed cannot be parted from properly.
-            with contextlib.suppress(NixlError):
-                self._agent().forget(self._peer)
+            self._agent().forget(self._peer)
             self._peer = ""
 
     def _lose(self) -> None:
         """Forget the sender, which cannot be read from any more."""
         if self._peer:
-            with contextlib.suppress(NixlError):
-                self._agent().lose(self._peer)
+            self._agent().lose(self._peer)
             self._peer = ""
 
 

@@ -216,9 +216,7 @@ class NixlMedium:
     def _forget_sender(self) -> None:
         if self._sender is not None:
             name, self._sender = self._sender.agent, None
-            # A sender that was killed cannot be parted from properly.
-            with contextlib.suppress(NixlError):
-                self._agent.forget(name)
+            self._agent.forget(name)
 
 
 async def arrival(channel: ControlChannel, read: Read, timeout_s: float) -> None:
@@ -242,11 +240,9 @@ async def arrival(channel: ControlChannel, read: Read, timeout_s: float) -> None
         if channel.has_ended():
             raise channel.lost()
         if now - begun > timeout_s:
-            raise TransferTimeout(
+            raise channel.error(
+                TransferTimeout,
                 f"memory of {channel.peer} could not be read in {timeout_s:g} s",
-                rank=channel.rank,
-                stage=channel.stage,
-                tensor=channel.tensor,
                 remedy="check the network; raise refit_timeout_s if it is only slow",
             )
 
@@ -266,10 +262,8 @@ def as_loss(channel: ControlChannel) -> Iterator[None]:
     try:
         yield
     except NixlError as error:
-        raise PeerLost(
+        raise channel.error(
+            PeerLost,
             f"{channel.peer} cannot be read from: {error}",
-            rank=channel.rank,
-            stage=channel.stage,
-            tensor=channel.tensor,
             remedy="see that worker's log for why it ended",
         ) from error

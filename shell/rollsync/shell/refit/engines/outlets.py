@@ -21,7 +21,6 @@ from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.control import (
     Alias,
     BucketFilled,
-    BucketReleased,
     Piece,
     StreamAccepted,
     StreamBegins,
@@ -31,6 +30,7 @@ from rollsync.pure.refit.layout import SentPart
 from rollsync.pure.refit.sharing import SharedStream
 from rollsync.shell.refit.boxes import inside
 from rollsync.shell.refit.engines.channel import ControlChannel
+from rollsync.shell.refit.engines.connections import position_released
 from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.packing import SLICE_BYTES, StreamPacker
 from rollsync.shell.refit.engines.rings import RunningChecksum, StreamRing
@@ -241,16 +241,13 @@ class Outlet:
         """Wait until every receiver has released what lies before `position`."""
         self._enter("waited for a bucket's release")
         ring = self._ring.ring
+        announced = ring.position(self._bucket, self._announced_bytes)
         for index, channel in enumerate(self._channels):
-            while self._released[index] < position:
+            while (before := self._released[index]) < position:
                 body, _ = await channel.receive()
-                if not isinstance(body, BucketReleased):
-                    raise channel.unexpected(body)
-                released = ring.position(body.bucket, body.released_bytes)
-                filled = ring.position(self._bucket, self._announced_bytes)
-                if not self._released[index] <= released <= filled:
-                    raise channel.unexpected(body)
-                self._released[index] = released
+                self._released[index] = position_released(
+                    channel, body, ring, before=before, announced=announced
+                )
         self._free_until = ring.free_until(min(self._released))
 
     def _enter(self, stage: str, tensor: str = "") -> None:

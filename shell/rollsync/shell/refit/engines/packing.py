@@ -24,7 +24,7 @@ from rollsync.pure.refit import (
 from rollsync.pure.refit.control import Alias, BucketFilled, Piece
 from rollsync.pure.refit.errors import TensorNamedTwice
 from rollsync.shell.refit.engines.base import Batch
-from rollsync.shell.refit.engines.rings import Assembly, StreamRing
+from rollsync.shell.refit.engines.rings import Assembly, StreamRing, is_plain
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.weights import dtype_name
 
@@ -111,17 +111,14 @@ class Part(NamedTuple):
         piece, tensor = self.piece, self.tensor
         size, first = piece.chunk_bytes, piece.chunk_offset
         start = ring.ring.position(self.bucket, piece.offset)
-        if size > SLICE_BYTES and ring.device.type == "cpu" and _lies_in_order(tensor):
+        is_on_host = ring.device.type == "cpu" and tensor.is_cpu
+        if size > SLICE_BYTES and is_on_host and is_plain(tensor):
             flat: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
             return SlicedCopy(flat[first : first + size], ring.host_bytes(start, size))
         if size == tensor.nbytes:
             return WholeCopy(tensor, ring.tensor(tensor.dtype, tensor.shape, start, size), size)
         chunk = tensor.contiguous().view(-1).view(torch.uint8)[first : first + size]
         return WholeCopy(chunk, ring.bytes(start, size), size)
-
-
-def _lies_in_order(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class StreamPacker:

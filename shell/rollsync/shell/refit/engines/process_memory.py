@@ -23,8 +23,9 @@ import torch
 
 from rollsync.pure.refit.control import ProbeOffered, TensorsOffered
 from rollsync.shell.refit.engines.channel import ControlChannel
-from rollsync.shell.refit.engines.direct import HOST, DirectWay, MemoryPlace, is_plain
+from rollsync.shell.refit.engines.direct import HOST, DirectWay, MemoryPlace
 from rollsync.shell.refit.engines.direct_reads import ReadBatch
+from rollsync.shell.refit.engines.rings import is_plain
 
 logger = logging.getLogger(__name__)
 

@@ -271,11 +271,9 @@ class _Arrivals:
         self._channel.stage, self._channel.tensor = stage, tensor
 
     def _damaged(self, what: str) -> PeerRefused:
-        return PeerRefused(
+        return self._channel.error(
+            PeerRefused,
             f"the stream of {self._channel.peer} is damaged: {what}",
-            rank=self._channel.rank,
-            stage=self._channel.stage,
-            tensor=self._channel.tensor,
             remedy="run the sync again; if it repeats, check the host's memory",
         )
 

@@ -17,7 +17,6 @@ from typing import Final, NoReturn, TypeVar
 
 from rollsync.pure.refit.control import (
     BucketFilled,
-    BucketReleased,
     Failed,
     PlanAnswered,
     PlanDeclared,
@@ -29,7 +28,12 @@ from rollsync.pure.refit.control import (
 from rollsync.pure.refit.relays import differs, released_by_all
 from rollsync.pure.refit.ring import Ring
 from rollsync.shell.refit.engines.channel import FAREWELL_S, ControlChannel
-from rollsync.shell.refit.engines.connections import Connections, Introduction, Receiver
+from rollsync.shell.refit.engines.connections import (
+    Connections,
+    Introduction,
+    Receiver,
+    position_released,
+)
 from rollsync.shell.refit.engines.errors import PeerLost, TransferError, let_down_by
 from rollsync.shell.refit.engines.media import SenderMemory
 
@@ -156,11 +160,9 @@ class Relay:
             before = self._released[place]
             if isinstance(body, StreamAccepted) and self._ended and before == self._announced:
                 return False
-            if not isinstance(body, BucketReleased):
-                raise channel.unexpected(body)
-            released = ring.position(body.bucket, body.released_bytes)
-            if not before <= released <= self._announced:
-                raise channel.unexpected(body)
+            released = position_released(
+                channel, body, ring, before=before, announced=self._announced
+            )
         self._released[place] = released
         channel.expect(self._ended or released < self._announced)
         return True

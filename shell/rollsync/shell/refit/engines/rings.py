@@ -150,6 +150,16 @@ def _host_view(memory: torch.Tensor) -> memoryview | None:
     return memory.numpy().data if memory.is_cpu else None
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is its contents in row-major order."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.nbytes > 0
+    )
+
+
 class RunningChecksum:
     """XXH3, 64 bits, of a stretch of a ring, taken while the bytes are still in the cache.
 
