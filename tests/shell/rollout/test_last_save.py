@@ -9,11 +9,13 @@ import pytest
 
 from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason as Reason
 from rollsync.pure.rollout.events import GroupsClaimed, OptimizerCommitOpened, StepCommitted
-from rollsync.shell.rollout.last_save import save_last
+from rollsync.shell.rollout.last_save import LastSaveEnd, save_last
 from rollsync.shell.rollout.snapshot_pump import RolloutSaveError
 from tests.shell.rollout.world import PARTITION, World
 
 DISK_FULL = OSError(28, "No space left on device")
+SAVED = LastSaveEnd(saved=True, how="last snapshot: completed")
+CHECKPOINTED = LastSaveEnd(saved=True, how="the last step has its checkpoint")
 
 
 class Training:
@@ -46,7 +48,7 @@ async def after_step_1(root: Path) -> World:
     return world
 
 
-async def last(world: World, training: Training, *, left_s: float | None) -> str:
+async def last(world: World, training: Training, *, left_s: float | None) -> LastSaveEnd:
     until_s = None if left_s is None else asyncio.get_running_loop().time() + left_s
     try:
         return await save_last(
@@ -69,7 +71,7 @@ async def test_nothing_has_changed_and_a_snapshot_is_forced(
     await world.ready(0)
     assert (await world.snapshotter.save_rollout_snapshot()).saved
     training = Training(world, in_long_step=True)
-    assert await last(world, training, left_s=left_s) == "last snapshot: completed"
+    assert await last(world, training, left_s=left_s) == SAVED
     assert training.told.is_set()
     assert len(world.archive.bundles()) == 2
 
@@ -79,7 +81,7 @@ async def test_nothing_has_changed_and_a_snapshot_is_forced(
 async def test_a_step_without_a_checkpoint_gets_one(left_s: float | None, tmp_path: Path) -> None:
     world = await after_step_1(tmp_path)
     training = Training(world)
-    assert await last(world, training, left_s=left_s) == "the last step has its checkpoint"
+    assert await last(world, training, left_s=left_s) == CHECKPOINTED
     assert [bundle.name for bundle in world.archive.bundles()] == ["bundle-1"]
     assert world.archive.choose().bundle is not None
 
@@ -88,8 +90,9 @@ async def test_a_step_without_a_checkpoint_gets_one(left_s: float | None, tmp_pa
 async def test_a_step_that_does_not_end_in_time_is_said(tmp_path: Path) -> None:
     world = await after_step_1(tmp_path)
     training = Training(world, in_long_step=True)
-    words = await last(world, training, left_s=0.05)
-    assert "missing_trainer_anchor: the newest step has no checkpoint" in words
+    end = await last(world, training, left_s=0.05)
+    assert not end.saved
+    assert "missing_trainer_anchor: the newest step has no checkpoint" in end.how
     assert world.archive.bundles() == []
     assert training.told.is_set()
 
@@ -114,7 +117,7 @@ async def test_a_checkpoint_on_its_way_at_the_deadline_is_waited_for(tmp_path: P
     await asyncio.sleep(0.1)
     assert not lasting.done()
     go_on.set()
-    assert await lasting == "last snapshot: completed"
+    assert await lasting == SAVED
     await saving
     assert len(world.archive.bundles()) == 2
 
@@ -129,7 +132,7 @@ async def test_an_optimizer_commit_is_waited_out(tmp_path: Path) -> None:
     await asyncio.sleep(0.1)
     assert not lasting.done()
     await world.do(StepCommitted(step=1, trainer_version=1))
-    assert await lasting == "last snapshot: completed"
+    assert await lasting == SAVED
 
 
 @pytest.mark.asyncio
@@ -153,8 +156,28 @@ async def test_a_step_that_ends_while_the_save_is_written_is_saved_too(tmp_path:
     await asyncio.sleep(0.1)
     assert not lasting.done()
     training.may_end.set()
-    assert await lasting == "the last step has its checkpoint"
+    assert await lasting == CHECKPOINTED
     assert len(world.archive.bundles()) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_ends_too_late_to_be_saved_is_said(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0)
+    training = Training(world, in_long_step=True)
+    before_and_after = iter((0, 1))
+    end = await save_last(
+        world.snapshotter,
+        training.task,
+        stop_after_step=training.told.set,
+        train_steps=lambda: next(before_and_after),
+        until_s=asyncio.get_running_loop().time(),
+    )
+    training.task.cancel()
+    assert end == LastSaveEnd(
+        saved=False, how="last snapshot: completed, before the end of another step"
+    )
+    assert len(world.archive.bundles()) == 1
 
 
 @pytest.mark.asyncio
@@ -166,7 +189,7 @@ async def test_before_a_deadline_a_full_disk_is_tried_again(tmp_path: Path) -> N
     while world.archive.calls.count("begin") < 2:
         await asyncio.sleep(0.01)
     world.archive.failing = {}
-    assert await lasting == "last snapshot: completed"
+    assert await lasting == SAVED
 
 
 @pytest.mark.parametrize("left_s", [None, 0.1], ids=["no deadline", "deadline"])
@@ -175,8 +198,9 @@ async def test_a_disk_that_stays_full_is_said(left_s: float | None, tmp_path: Pa
     world = World(tmp_path)
     await world.ready(0)
     world.archive.failing = {"begin": DISK_FULL}
-    words = await last(world, Training(world, in_long_step=True), left_s=left_s)
-    assert words == "last snapshot: io_error: [Errno 28] No space left on device"
+    assert await last(world, Training(world, in_long_step=True), left_s=left_s) == LastSaveEnd(
+        saved=False, how="last snapshot: io_error: [Errno 28] No space left on device"
+    )
 
 
 @pytest.mark.asyncio

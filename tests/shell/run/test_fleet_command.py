@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.refit.fleet.state import FleetSettings
-from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained, read_journal
+from rollsync.shell.journal import EngineChanged, JournalEntry, Saved, StepTrained, read_journal
 from rollsync.shell.run.saved import JOURNAL
 from tests.shell.run.commands import said_by, start
 from tests.shell.run.fleet_runs import endless_config, engine_changes
@@ -128,4 +128,30 @@ def test_below_the_minimum_the_command_ends_with_its_own_exit_code(
     code, said = run.end()
     assert code == 3, said
     assert "generation.fleet.min_healthy" in said
+    closed_account(config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_stop_that_could_not_be_saved_is_no_success(tmp_path: Path, model_path: Path) -> None:
+    """A supervisor that asked for it has to know, before it takes the machine away."""
+    config = endless_config(tmp_path / "run", model_path, engines=1)
+    # The step does not end meanwhile: its checkpoint would be what fails.
+    config = replace(
+        config,
+        data=replace(config.data, size=4000),
+        grpo=replace(config.grpo, num_prompts_per_step=2000),
+    )
+    run = Watched(config)
+    run.wait_until(lambda seen: any(isinstance(each, Saved) and each.saved for each in seen))
+    segments = Path(config.run.directory) / "segments"
+    segments.rename(tmp_path / "gone")
+    segments.write_bytes(b"")
+    run.process.send_signal(signal.SIGTERM)
+    code, said = run.end()
+    assert code == 1, said
+    assert "last snapshot: io_error" in said
+    assert "The same command goes on from the save before." in said
+    segments.unlink()
+    (tmp_path / "gone").rename(segments)
     closed_account(config)

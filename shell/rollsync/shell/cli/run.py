@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+_GOES_ON = {
+    True: "The same command goes on from here.",
+    False: "The same command goes on from the save before.",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The configuration file, and the cluster to run it on."""
@@ -16,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run until the steps are trained, or until asked to stop; then 0."""
+    """Run until the steps are trained, or until asked to stop; 1 when that could not be saved."""
     from rollsync.shell.cli._console import CommandConsole
     from rollsync.shell.config import at_address, read_config
     from rollsync.shell.run.display import RunDisplay
@@ -29,5 +34,5 @@ def run(args: argparse.Namespace) -> int:
 
         outcome = run_config(config, listener=display.listener)
     if not outcome.completed:
-        console.print(f"Stopped: {outcome.why}. The same command goes on from here.")
-    return 0
+        console.print(f"Stopped: {outcome.why}. {_GOES_ON[outcome.saved]}")
+    return 0 if outcome.saved else 1

@@ -91,6 +91,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     why: str
     completed: bool
     """False when it was stopped and can be resumed."""
+    saved: bool
+    """False when the last save failed: what was done since the one before is done again."""
 
 
 class RolloutController:
@@ -222,7 +224,9 @@ class RolloutController:
             self._finished(str(cause))
             raise cause from errors
         self._finished(end.why)
-        return RunOutcome(state=self.cell.state, why=end.why, completed=end.completed)
+        return RunOutcome(
+            state=self.cell.state, why=end.why, completed=end.completed, saved=end.saved
+        )
 
     def _finished(self, why: str) -> None:
         step = self.cell.state.progress.train_steps
@@ -270,7 +274,7 @@ class RolloutController:
     async def _save_last(
         self, training: asyncio.Task[TrainingEnd], why: str, *, until_s: float | None
     ) -> TrainingEnd:
-        how = await save_last(
+        last = await save_last(
             self._snapshotter,
             training,
             stop_after_step=self._training.stop_after_step,
@@ -279,7 +283,7 @@ class RolloutController:
         )
         if training.done() and training.result().completed:
             return training.result()
-        return TrainingEnd(why=f"{why}; {how}", completed=False)
+        return TrainingEnd(why=f"{why}; {last.how}", completed=False, saved=last.saved)
 
     async def _restore(self) -> RestoredRollout | None:
         restored = await self._restorer.restore()

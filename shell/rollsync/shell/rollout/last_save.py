@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from msgspec import Struct
+
 from rollsync.pure.rollout.checkpointing import (
     RolloutCheckpointAttemptReason,
     RolloutCheckpointOutcome,
@@ -23,6 +25,15 @@ from rollsync.shell.rollout.snapshots import RolloutSnapshotter
 Reason = RolloutCheckpointAttemptReason
 
 
+class LastSaveEnd(Struct, frozen=True, kw_only=True):
+    """How the last save ended."""
+
+    saved: bool
+    """Whether all that the run had done is on disk."""
+    how: str
+    """In words, with the reason when it is not."""
+
+
 async def save_last(
     snapshotter: RolloutSnapshotter,
     training: asyncio.Task[object],
@@ -30,8 +41,8 @@ async def save_last(
     stop_after_step: Callable[[], None],
     train_steps: Callable[[], int],
     until_s: float | None,
-) -> str:
-    """Save what the run has; how that ended, in words.
+) -> LastSaveEnd:
+    """Save what the run has; how that ended.
 
     Args:
         training: the train pump. Where a checkpoint is missing, or a step has ended since the
@@ -51,20 +62,19 @@ async def save_last(
         left_s = None if until_s is None else until_s - asyncio.get_running_loop().time()
         if result.reason is Reason.INVARIANT_ERROR:
             raise unsavable(result, snapshotter.last_error)
-        if left_s is not None and left_s <= 0:
-            return _in_words(result, snapshotter.last_error)
-        if result.saved and train_steps() == trained:
-            return _in_words(result, snapshotter.last_error)
+        end = _end(result, snapshotter.last_error, step_since=train_steps() != trained)
+        if end.saved or (left_s is not None and left_s <= 0):
+            return end
         if result.saved or result.reason is Reason.MISSING_TRAINER_ANCHOR:
             await asyncio.wait((training,), timeout=left_s)
             if training.done():
                 training.result()
-                return "the last step has its checkpoint"
+                return LastSaveEnd(saved=True, how="the last step has its checkpoint")
             # One more attempt: it waits for the checkpoint that may be on its way.
         elif _may_pass(result, has_time=left_s is not None):
             await asyncio.sleep(RETRY_S if left_s is None else min(RETRY_S, left_s))
         else:
-            return _in_words(result, snapshotter.last_error)
+            return end
 
 
 def _may_pass(result: RolloutCheckpointSaveResult, *, has_time: bool) -> bool:
@@ -72,8 +82,16 @@ def _may_pass(result: RolloutCheckpointSaveResult, *, has_time: bool) -> bool:
     return result.reason in PASSES_SOON or (failed and has_time)
 
 
-def _in_words(result: RolloutCheckpointSaveResult, cause: BaseException | None) -> str:
+def _end(
+    result: RolloutCheckpointSaveResult, cause: BaseException | None, *, step_since: bool
+) -> LastSaveEnd:
     words = f"last snapshot: {result.reason}"
+    if result.saved and step_since:
+        return LastSaveEnd(saved=False, how=f"{words}, before the end of another step")
+    return LastSaveEnd(saved=result.saved, how=_in_words(words, result, cause))
+
+
+def _in_words(words: str, result: RolloutCheckpointSaveResult, cause: BaseException | None) -> str:
     if result.reason is Reason.MISSING_TRAINER_ANCHOR:
         return f"{words}: the newest step has no checkpoint, and the one under way did not end"
     if result.reason.outcome is RolloutCheckpointOutcome.FAILED:

@@ -41,6 +41,8 @@ class TrainingEnd(Struct, frozen=True, kw_only=True):
     why: str
     completed: bool
     """False when it was told to stop and there is more to train."""
+    saved: bool = True
+    """Whether all that was trained and generated is on disk."""
 
 
 class TrainPump:
