@@ -18,6 +18,7 @@ from rollsync.pure.refit.fleet.state import EnginePhase, FleetSettings
 from rollsync.pure.refit.lifecycle import EngineState, Unconnected
 from rollsync.shell.refit.generation import Completion, EngineProbe, SamplingSettings
 from rollsync.shell.run.fleet import EngineFleet, EngineNotice
+from rollsync.shell.run.fleet_requests import EngineRequests
 
 SAMPLING = SamplingSettings(max_new_tokens=1)
 QUICK = FleetSettings(probe_interval_s=0.005, probe_timeout_s=5.0, suspect_after=1, dead_after=3)
@@ -101,6 +102,7 @@ class ScriptedFleet:
         self.fleet = EngineFleet(
             self._start, engines=count, settings=settings, notice=self.notices.append
         )
+        self._requests = EngineRequests(self.fleet)
 
     def _start(self, slot: int) -> ScriptedEngine:
         engine = self.upcoming.pop(0) if self.upcoming else ScriptedEngine()
@@ -129,7 +131,7 @@ class ScriptedFleet:
 
     async def ask(self, seed: int = 0) -> Completion:
         """One request."""
-        (completion,) = await self.fleet.generate([1], SAMPLING, seed=seed)
+        (completion,) = await self._requests.generate([1], SAMPLING, seed=seed)
         return completion
 
 

@@ -11,6 +11,7 @@ from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
 from rollsync.shell.rollout.clients import GeneratedCompletion, GenerationRequest, Verifier
 from rollsync.shell.rollout.controller import RunClients
 from rollsync.shell.run.fleet import EngineFleet, EngineNotice
+from rollsync.shell.run.fleet_requests import EngineRequests
 from rollsync.shell.run.fleet_sync import FleetSync
 from rollsync.shell.run.tokenizer import PolicyTokenizer
 
@@ -24,7 +25,7 @@ class EngineClient:
     """
 
     def __init__(self, fleet: EngineFleet, *, end_token_id: int) -> None:
-        self._fleet = fleet
+        self._requests = EngineRequests(fleet)
         self._end_token_id = end_token_id
 
     async def generate(self, request: GenerationRequest) -> GeneratedCompletion:
@@ -34,7 +35,7 @@ class EngineClient:
             temperature=request.temperature,
             stop_token_ids=(self._end_token_id,),
         )
-        (completion,) = await self._fleet.generate(
+        (completion,) = await self._requests.generate(
             request.prompt_token_ids, sampling, seed=request.seed
         )
         return GeneratedCompletion(

@@ -1,15 +1,16 @@
-"""The generation engines of a run: starts them, asks whether they are there, and gives them work.
+"""The generation engines of a run: starts them, and asks again and again whether they are there.
 
 What an engine is good for, and what follows from its death, is decided by
-`rollsync.pure.refit.fleet`; here its events are gathered and its decisions carried out. Rules kept
-here: an engine that the ledger calls dead is killed, so that it cannot come back as another one;
-and a request goes only to an engine that serves the version of the newest sync.
+`rollsync.pure.refit.fleet`; here its events are gathered and its decisions carried out. Rule kept
+here: an engine that the ledger calls dead is killed, so that it cannot come back as another one.
+What engines are asked to generate is `fleet_requests`', what they are synced to `fleet_sync`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from returns.pipeline import is_successful
 
-from rollsync.pure.refit.fleet.decisions import awaits_sync, may_serve, replacements_wanted
+from rollsync.pure.refit.fleet.decisions import awaits_sync, replacements_wanted
 from rollsync.pure.refit.fleet.errors import describe_fleet_error
 from rollsync.pure.refit.fleet.events import (
     ActorDied,
@@ -28,9 +29,6 @@ from rollsync.pure.refit.fleet.events import (
     FleetEvent,
     ProbeAnswered,
     ProbeMissed,
-    RequestAnswered,
-    RequestFailed,
-    RequestRefused,
 )
 from rollsync.pure.refit.fleet.state import (
     EnginePhase,
@@ -41,10 +39,9 @@ from rollsync.pure.refit.fleet.state import (
 )
 from rollsync.pure.refit.fleet.transitions import apply_to_fleet
 from rollsync.pure.refit.lifecycle import Closed
-from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated, RefitError
-from rollsync.shell.refit.generation import Completion, EngineProbe, SamplingSettings
+from rollsync.shell.refit.generation import EngineProbe
 from rollsync.shell.refit.worker_group import Actor, call_remote, is_death
-from rollsync.shell.rollout.clients import EnginesLost, GenerationFailed
+from rollsync.shell.rollout.clients import EnginesLost
 from rollsync.shell.rollout.waiting import ChangeSignal
 
 
@@ -59,6 +56,23 @@ class EngineNotice(Struct, frozen=True, kw_only=True):
     weight_version: int | None
     probe: EngineProbe | None
     """Its last answer, with its process and host; None before the first."""
+
+
+@dataclass
+class _Engine:
+    """What the fleet keeps of an engine, beside its record in the ledger.
+
+    Attributes:
+        watch: waits for its start, and then probes it.
+        probe: its last answer.
+        told: the phase that was last told of it.
+    """
+
+    actor: Actor
+    slot: int
+    watch: asyncio.Task[None]
+    probe: EngineProbe | None = None
+    told: EnginePhase | None = None
 
 
 class EngineFleet:
@@ -82,16 +96,11 @@ class EngineFleet:
         notice: Callable[[EngineNotice], None] = lambda _: None,
     ) -> None:
         self.state: FleetState = new_fleet(settings, wanted=engines)
-        self.actors: dict[str, Actor] = {}
         self.changes = ChangeSignal()
         self._start = start
         self._notice = notice
         self._listeners: list[Callable[[], None]] = []
-        self._told: dict[str, EnginePhase] = {}
-        self._probes: dict[str, EngineProbe] = {}
-        self._slots: dict[str, int] = {}
-        self._running: dict[str, int] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._engines: dict[str, _Engine] = {}
 
     async def __aenter__(self) -> Self:
         while len(self.state.engines) < self.state.wanted:
@@ -104,12 +113,12 @@ class EngineFleet:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for actor in self.actors.values():
-            _kill(actor)
+        engines = list(self._engines.values())
+        for engine in engines:
+            engine.watch.cancel()
+        await asyncio.gather(*(engine.watch for engine in engines), return_exceptions=True)
+        for engine in engines:
+            _kill(engine.actor)
 
     def sync_is_due(self) -> bool:
         """Whether an engine waits for weights that the others have."""
@@ -130,24 +139,6 @@ class EngineFleet:
             await self.changes.wait_past(self.changes.version)
         return engines_lost(self.state.lost)
 
-    async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingSettings, *, seed: int
-    ) -> list[Completion]:
-        """Sample on the engine that has least to do, of those with the newest weights.
-
-        Raises:
-            GenerationFailed: the engine failed or died; what it did not take is given to another.
-        """
-        while True:
-            engine, version = await self._acquire()
-            self._running[engine] += 1
-            try:
-                completions = await self._ask(engine, prompt_token_ids, sampling, seed, version)
-            finally:
-                self._running[engine] -= 1
-            if completions is not None:
-                return completions
-
     def apply(self, event: FleetEvent) -> None:
         """Take an event into the ledger, and carry out what follows."""
         result = apply_to_fleet(self.state, event)
@@ -166,25 +157,27 @@ class EngineFleet:
     def _start_engine(self) -> None:
         name = f"engine-{len(self.state.engines)}"
         taken = {
-            self._slots[other]
+            self._engines[other].slot
             for other, record in self.state.engines.items()
             if record.phase is not EnginePhase.DEAD
         }
         slot = next(slot for slot in range(self.state.wanted) if slot not in taken)
-        self._slots[name] = slot
-        self.actors[name] = self._start(slot)
-        self._running[name] = 0
-        self._tasks[name] = asyncio.create_task(self._watch(name), name=name)
+        self._engines[name] = _Engine(
+            actor=self._start(slot),
+            slot=slot,
+            watch=asyncio.create_task(self._watch(name), name=name),
+        )
         self.apply(EngineStarted(name))
 
     def _tell(self) -> None:
         for name in self.state.started:
-            record, was = self.state.engines[name], self._told.get(name)
+            record, engine = self.state.engines[name], self._engines[name]
+            was = engine.told
             if record.phase in (was, EnginePhase.SYNCING):
                 continue
-            self._told[name] = record.phase
+            engine.told = record.phase
             if record.phase is EnginePhase.DEAD:
-                _kill(self.actors[name])
+                _kill(engine.actor)
             self._notice(
                 EngineNotice(
                     engine=name,
@@ -192,16 +185,16 @@ class EngineFleet:
                     now=record.phase,
                     why=record.cause,
                     weight_version=record.version,
-                    probe=self._probes.get(name),
+                    probe=engine.probe,
                 )
             )
 
     async def _watch(self, name: str) -> None:
         """Wait for an engine's start, then ask again and again whether it is there."""
-        settings, actor = self.state.settings, self.actors[name]
+        settings, engine = self.state.settings, self._engines[name]
         try:
             async with asyncio.timeout(settings.join_timeout_s):
-                self._probes[name] = await call_remote(actor, "start")
+                engine.probe = await call_remote(engine.actor, "start")
         except TimeoutError:
             why = f"it did not start within {settings.join_timeout_s:g} s"
             self.apply(ActorDied(name, why))
@@ -216,73 +209,30 @@ class EngineFleet:
 
     async def probe(self, name: str) -> ProbeMissed | ActorDied | None:
         """Ask an engine whether it is there; what to make of it, None when it is."""
+        engine = self._engines[name]
         try:
             async with asyncio.timeout(self.state.settings.probe_timeout_s):
-                probe: EngineProbe = await call_remote(self.actors[name], "probe")
+                probe: EngineProbe = await call_remote(engine.actor, "probe")
         except TimeoutError:
             return ProbeMissed(name)
         except RayError as error:
             return ActorDied(name, reason_of(error)) if is_death(error) else ProbeMissed(name)
-        self._probes[name] = probe
+        engine.probe = probe
         if isinstance(probe.state, Closed):
             return ActorDied(name, "the processes of its engine have ended")
         return None
 
+    def actor_of(self, name: str) -> Actor:
+        """Takes an engine's calls, also of one that is dead."""
+        return self._engines[name].actor
+
     def slot_of(self, name: str) -> int:
         """Whose place an engine has: of those that are not dead, no two have the same."""
-        return self._slots[name]
+        return self._engines[name].slot
 
     def last_probe(self, name: str) -> EngineProbe | None:
         """What an engine answered last."""
-        return self._probes.get(name)
-
-    async def _acquire(self) -> tuple[str, int]:
-        while True:
-            seen = self.changes.version
-            version = self.state.target_version
-            able = () if version is None else may_serve(self.state, version)
-            if version is not None and able:
-                return min(able, key=lambda name: self._running[name]), version
-            await self.changes.wait_past(seen)
-
-    async def _ask(
-        self,
-        engine: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingSettings,
-        seed: int,
-        version: int,
-    ) -> list[Completion] | None:
-        """Have one engine sample; None when it did not take the request."""
-        try:
-            async with asyncio.timeout(self.state.settings.request_timeout_s):
-                completions: list[Completion] = await call_remote(
-                    self.actors[engine],
-                    "generate",
-                    prompt_token_ids,
-                    sampling,
-                    seed=seed,
-                    weight_version=version,
-                )
-        except EngineNotServing as error:
-            self.apply(RequestRefused(engine, reason_of(error)))
-            return None
-        except EngineOutdated as error:
-            # It may have been synced while the request was under way: then it is the newer one.
-            if error.serving < error.wanted:
-                self.apply(RequestRefused(engine, reason_of(error)))
-            return None
-        except TimeoutError:
-            why = f"no completion within {self.state.settings.request_timeout_s:g} s"
-            self.apply(RequestFailed(engine, why))
-            raise GenerationFailed(f"{engine}: {why}") from None
-        except (RefitError, RayError) as error:
-            why = reason_of(error)
-            died = is_death(error)
-            self.apply(ActorDied(engine, why) if died else RequestFailed(engine, why))
-            raise GenerationFailed(f"{engine} gave a request up: {why}") from error
-        self.apply(RequestAnswered(engine))
-        return completions
+        return self._engines[name].probe
 
 
 def engines_lost(lost: FleetLost) -> EnginesLost:

@@ -151,7 +151,7 @@ class FleetSync:
     def _transfer(self, engines: tuple[str, ...]) -> SyncReport:
         """Connects to these engines if others were connected, and moves the weights. Blocks."""
         if self._failed or engines != self._connected:
-            self._group.use([self._fleet.actors[name] for name in engines])
+            self._group.use([self._fleet.actor_of(name) for name in engines])
             if self._connected or self._failed:
                 self._synchronizer.reconnect()
             else:
