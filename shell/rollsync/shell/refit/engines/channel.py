@@ -81,7 +81,7 @@ class ControlChannel:
         self.peer = peer
         self._side = side
         self.rank = rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._key = b""
         self._sent = 0
         self._received = 0
@@ -115,7 +115,7 @@ class ControlChannel:
         """Whether the other end owes an answer from now on; if not, it may take any time."""
         before, self._expects = self._expects, expects
         if self._deadline is not None and before != expects and not self._deadline.expired():
-            end = asyncio.get_running_loop().time() + self._timeout_s
+            end = asyncio.get_running_loop().time() + self.timeout_s
             self._deadline.reschedule(end if expects else None)
 
     def interrupt(self, error: Exception) -> None:
@@ -135,7 +135,7 @@ class ControlChannel:
             taken = self._send_now(frame)
             if taken < len(frame):
                 loop = asyncio.get_running_loop()
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self.timeout_s):
                     await loop.sock_sendall(self.connection, memoryview(frame)[taken:])
         except TimeoutError as error:
             raise self._timeout(f"the {other} took no message") from error
@@ -156,7 +156,7 @@ class ControlChannel:
             async with asyncio.timeout(FAREWELL_S):
                 await self.send(failed)
             self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(self._timeout_s)
+            self.connection.settimeout(self.timeout_s)
             threading.Thread(target=_drain, args=(self.connection,), daemon=True).start()
             return
         self.close()
@@ -291,7 +291,7 @@ class ControlChannel:
 
     async def _waited_for(self) -> tuple[bytes, bytes]:
         try:
-            async with asyncio.timeout(self._timeout_s if self._expects else None) as deadline:
+            async with asyncio.timeout(self.timeout_s if self._expects else None) as deadline:
                 self._deadline = deadline
                 while (frame := self._frame()) is None:
                     if not self._read_now():
@@ -361,7 +361,7 @@ class ControlChannel:
     def _timeout(self, what: str) -> TransferTimeout:
         return self.error(
             TransferTimeout,
-            f"{what} for {self._timeout_s:g} s",
+            f"{what} for {self.timeout_s:g} s",
             remedy="see the other worker's log; raise refit_timeout_s if it is only slow",
         )
 

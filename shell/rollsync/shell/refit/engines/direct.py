@@ -14,7 +14,7 @@ import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -24,7 +24,11 @@ from rollsync.pure.refit.load_plan import Copy, Region
 from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.direct_reads import ReadBatch, Strip, UnfinishedRead
+from rollsync.shell.refit.engines.large_pages import LargePages
 from rollsync.shell.refit.load_recorder import bytes_of
+
+_SHARE_OF_WAIT: Final = 0.1
+"""Of the other end's patience: what making pages large may take before a stream."""
 
 
 class Destinations:
@@ -245,11 +249,24 @@ class DirectMemory:
         self._on_host = on_host
         self._over_network = over_network
         self.known = KnownDestinations()
+        self.large_pages = LargePages()
 
     def way(self, channel: ControlChannel) -> DirectWay | None:
         """That to the process at the other end."""
         is_local = channel.connection.family == socket.AF_UNIX
         return self._on_host if is_local else self._over_network
+
+    async def enlarge_pages(self, timeout_s: float) -> None:
+        """Make the pages of what is noted as lasting large, before anybody reads.
+
+        Args:
+            timeout_s: how long the other end waits at most.
+        """
+        if self.large_pages.are_due():
+            for way in self._ways():
+                # Pages that are pinned, as registering may do, cannot be moved.
+                way.own.release()
+            await self.large_pages.enlarge(timeout_s * _SHARE_OF_WAIT)
 
     def withdraw(self, *, failed: bool) -> None:
         """Let nobody read any more: the stream is over."""

@@ -65,10 +65,14 @@ class DirectReader:
     async def open(self, channel: ControlChannel) -> None:
         """Try to read the sender's memory, and say what will be read of it."""
         channel.stage, channel.tensor = "agreed on what is read directly", ""
+        wanted, way = self.destinations, self.memory.way(channel)
+        if wanted is not None:
+            for parameter in wanted.parameters.values():
+                self.memory.large_pages.note(parameter)
+            await self.memory.enlarge_pages(channel.timeout_s)
         probe, _ = await channel.receive()
         if not isinstance(probe, ProbeOffered):
             raise channel.unexpected(probe)
-        wanted, way = self.destinations, self.memory.way(channel)
         remote = None
         if wanted is not None and way is not None:
             wanted.arrived.clear()

@@ -103,6 +103,7 @@ class DirectSender:
 
     async def open(self, channels: Sequence[ControlChannel]) -> None:
         """Agree with every receiver on what it reads."""
+        await self._ways.enlarge_pages(min(channel.timeout_s for channel in channels))
         for channel in channels:
             channel.stage, channel.tensor = "agreed on what is read directly", ""
             way = self._ways.way(channel)
@@ -181,6 +182,7 @@ class DirectSender:
         self._waiting.append(item)
         self._waiting_bytes += size_bytes
         self._kept.add(item.address)
+        self._ways.large_pages.note(item.tensor)
         if self._waiting_bytes >= self._offer_bytes or len(self._waiting) == MOST_OFFERED:
             await self._offer()
         if is_late:

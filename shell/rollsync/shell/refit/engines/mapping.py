@@ -51,18 +51,6 @@ def reserve_file(size: int) -> int:
     return made
 
 
-def huge_pages(size: int) -> torch.Tensor:
-    """`(size,)` uint8 of this process alone, in large pages where the kernel gives them.
-
-    Another process that reads this memory through the kernel looks up every page of it.
-    """
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    # Writing makes the pages, so that no stream waits for them.
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
-
-
 def can_mirror(size: int) -> bool:
     """Whether a file of that size can be mapped twice in a row."""
     return size % mmap.PAGESIZE == 0

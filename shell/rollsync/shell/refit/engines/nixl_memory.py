@@ -21,7 +21,8 @@ import torch
 from rollsync.pure.refit.control import Hello, MemoryOffered
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused, TransferTimeout
-from rollsync.shell.refit.engines.mapping import huge_pages, map_file
+from rollsync.shell.refit.engines.large_pages import memory_in_large_pages
+from rollsync.shell.refit.engines.mapping import map_file
 from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.memory import check_free, reserve_buffers
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent, NixlError, Read, memory_of
@@ -109,7 +110,7 @@ def _reserve(count: int, buffer_bytes: int, device: torch.device, *, own: bool) 
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     if own:
         check_free(count, buffer_bytes)
-        return huge_pages(size)
+        return memory_in_large_pages(size)
     file = reserve_buffers(count, buffer_bytes)
     try:
         return map_file(file, size)
