@@ -76,6 +76,16 @@ class End:
         """Read the other end's flat memory."""
         read_memory(process, [address, FLAT_BYTES], [self._other.data_ptr(), FLAT_BYTES])
 
+    def addresses(self, key: str) -> list[int]:
+        """Where the weights are."""
+        return [each.data_ptr() for each in self._weights[key].values()]
+
+    def raw_weights(self, process: int, addresses: list[int], key: str) -> None:
+        """Read the other end's weights, each by one call, into this one's."""
+        for address, each in zip(addresses, self._weights[key].values(), strict=True):
+            size = each.nbytes
+            read_memory(process, [address, size], [each.data_ptr(), size])
+
     def serve(self, seconds: float) -> None:
         """Answer the other end's agent."""
         end = time.monotonic() + seconds

@@ -19,6 +19,8 @@ import torch
 
 from rollsync.shell.refit.engines import large_pages
 from rollsync.shell.refit.engines.large_pages import LargePages, memory_in_large_pages
+from tests.bench.refit_direct import destinations_to
+from tests.shell.refit.engines.test_direct import ends
 
 LARGE = 2 << 20
 FOUR_AND_A_BIT = 4 * LARGE + LARGE // 2
@@ -188,3 +190,30 @@ def test_memory_of_its_own_is_whole() -> None:
     memory = memory_in_large_pages(LARGE + 5)
     assert memory.shape == (LARGE + 5,)
     assert not memory.any()
+
+
+@pytest.mark.parametrize("backend", ["shm", "nixl"])
+def test_weights_and_parameters_that_last_come_to_be_in_large_pages(
+    backend: str, given: int
+) -> None:
+    weight, parameter = apart(FOUR_AND_A_BIT), apart(FOUR_AND_A_BIT).zero_()
+    with ends(backend) as both:
+        both.destinations = destinations_to({"w": parameter})
+        for kib_of_weight in (0, 4 * given, 4 * given):
+            weight += 1
+            assert both.stream([("w", weight)])[1] == []
+            assert torch.equal(parameter, weight)
+            assert large_kib(parameter.data_ptr()) == 4 * given
+            assert large_kib(weight.data_ptr()) == kib_of_weight
+
+
+def test_weights_that_are_made_for_one_stream_are_left_alone() -> None:
+    parameter = apart(FOUR_AND_A_BIT).zero_()
+    with ends("shm") as both:
+        both.destinations = destinations_to({"w": parameter})
+        for _ in range(2):
+            weight = apart(FOUR_AND_A_BIT)
+            assert both.stream([("w", weight)])[1] == []
+            assert torch.equal(parameter, weight)
+            assert large_kib(weight.data_ptr()) == 0
+            del weight

@@ -79,8 +79,8 @@ class LargePages:
         """Remember a tensor, which is contiguous: its pages become large if it is still there when
         `enlarge` is called."""
         address, size = tensor.data_ptr(), tensor.nbytes
-        # A smaller one has no page to itself.
-        if address in self._noted or size < _PAGE or not self._large or not tensor.is_cpu:
+        # What is smaller has no page to itself.
+        if size < _PAGE or address in self._noted or not self._large or not tensor.is_cpu:
             return
         pages = range(address // _PAGE, (address + size - 1) // _PAGE + 1)
         self._noted[address] = _Noted(StorageWeakRef(tensor.untyped_storage()), pages)

@@ -99,10 +99,14 @@ class OwnMemory:
 class OtherMemory:
     """The memory of the process at the other end of a connection."""
 
-    slice_bytes = 1 << 20
-    unhashed_slice_bytes = 4 << 20
+    slice_bytes = 2 << 20
+    unhashed_slice_bytes = 16 << 20
     most_runs = 1024
     """The kernel's limit for one call."""
+
+    def __init__(self) -> None:
+        self._process = 0
+        """Whose memory is read for the newest offer."""
 
     async def meet(
         self, channel: ControlChannel, probe: ProbeOffered, parameters: Sequence[torch.Tensor]
@@ -132,6 +136,7 @@ class OtherMemory:
         """Check that it is memory of this host."""
         if MemoryPlace(offered.memory, offered.device) != HOST or offered.agent is not None:
             raise channel.refused("an offer of memory that is not this host's")
+        self._process = _process_of(channel.connection)
 
     def start(self, channel: ControlChannel, offered: TensorsOffered, batch: ReadBatch) -> None:
         """Read.
@@ -141,7 +146,7 @@ class OtherMemory:
             PeerRefused: it has no such memory.
         """
         try:
-            read_memory(_process_of(channel.connection), batch.remote, batch.local)
+            read_memory(self._process, batch.remote, batch.local)
         except OSError as error:
             if error.errno == errno.ESRCH or channel.has_ended():
                 raise channel.lost() from error
