@@ -6,7 +6,7 @@ State, barrier, data plane, buffer, samplers, dataset, snapshotter and journal a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -89,7 +89,8 @@ class Trainer:
         self.rows: list[Sequence[Sequence[TrainingRow]]] = []
         self.may_compute = asyncio.Event()
         self.may_compute.set()
-        self.unwritable: OSError | None = None
+        self.unwritable: Exception | None = None
+        """What saving raises."""
 
     async def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
         self.calls.append("compute")
@@ -115,10 +116,32 @@ class Trainer:
         self.calls.append("load")
 
 
-class Pumps:
-    """A world with its pumps."""
+class Fleet(SteadyFleet):
+    """Engines of which one waits for weights when a test says so."""
 
-    def __init__(self, world: World, root: Path, *, max_steps: int = 2, every: int = 1) -> None:
+    def __init__(self) -> None:
+        self.due = False
+        self.change: Callable[[], None] = lambda: None
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        self.change = changed
+
+    def sync_is_due(self) -> bool:
+        return self.due
+
+
+class Pumps:
+    """A world with its pumps, and `prompts` prompts to train."""
+
+    def __init__(
+        self,
+        world: World,
+        root: Path,
+        *,
+        max_steps: int = 2,
+        every: int = 1,
+        prompts: int = 20,
+    ) -> None:
         self.world = world
         settings = world.parts.master_config
         self.config = replace(
@@ -126,8 +149,10 @@ class Pumps:
             grpo=replace(settings.grpo, max_steps=max_steps),
             checkpointing=replace(settings.checkpointing, trainer_every_steps=every),
         )
-        self.engine, self.trainer = Engine(), Trainer()
-        dataset = ReasoningGymDataset(DataConfig(task="chain_sum", size=20))
+        self.engine, self.trainer, self.fleet = Engine(), Trainer(), Fleet()
+        self.in_sync: Callable[[], Awaitable[None]] | None = None
+        """What happens while weights are synced."""
+        dataset = ReasoningGymDataset(DataConfig(task="chain_sum", size=prompts))
         self.dataloader = PromptDataloader(dataset, max_epochs=1)
         self.changes = ChangeSignal()
         self.journal = Journal(root / "journal.jsonl")
@@ -148,7 +173,7 @@ class Pumps:
             rollouts=self.rollouts,
             trainer=self.trainer,
             sync=self._sync,
-            fleet=SteadyFleet(),
+            fleet=self.fleet,
             snapshotter=world.snapshotter,
             changes=self.changes,
             journal=self.journal,
@@ -158,6 +183,10 @@ class Pumps:
 
     async def _sync(self) -> SyncFigures:
         self.trainer.calls.append("sync")
+        self.fleet.due = False
+        if self.in_sync is not None:
+            await self.in_sync()
+        self.engine.weight_version = self.trainer.trainer_version
         return SyncFigures(weight_version=self.trainer.trainer_version, bytes=1, seconds=0.0)
 
     def _saw(self, event: RolloutEvent, _: RolloutState) -> None:
