@@ -18,8 +18,12 @@ from msgspec.structs import replace
 
 from rollsync.codecs import decode, encode
 from rollsync.pure.rollout.account import account
+from rollsync.pure.rollout.checkpointing import (
+    CheckpointKind,
+    DataPlaneCheckpointMetadata,
+    TQReplayMetadataState,
+)
 from rollsync.pure.rollout.checkpointing import RolloutTraceKind as Kind
-from rollsync.pure.rollout.checkpointing import TQReplayMetadataState
 from rollsync.pure.rollout.decisions import TrainBatch, Wait
 from rollsync.pure.rollout.events import GroupsClaimed
 from rollsync.pure.rollout.sampler import (
@@ -102,6 +106,14 @@ async def test_a_changed_sample_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_sample_of_another_task_is_named(tmp_path: Path) -> None:
+    await saved(tmp_path)
+    after = World(tmp_path)
+    after.samples.task = "product"
+    await check_refused(after, r"5 prompts in flight.*s0 \(task product, was sum\)")
+
+
+@pytest.mark.asyncio
 async def test_another_dataset_is_refused_even_if_the_prompts_in_flight_are_the_same(
     tmp_path: Path,
 ) -> None:
@@ -151,6 +163,41 @@ async def test_a_state_file_of_another_save_is_refused(tmp_path: Path) -> None:
     await world.admit(5, 6)
     newest_link(world).write_bytes(encode(world.state))
     await check_refused(World(tmp_path), "field sampler_dispatch_index of the manifest is 1")
+
+
+@pytest.mark.parametrize(
+    "field", ["base_train_step", "trainer_version", "current_epoch", "sampler_dispatch_index"]
+)
+@pytest.mark.asyncio
+async def test_a_manifest_of_another_save_is_refused(tmp_path: Path, field: str) -> None:
+    world = await saved(tmp_path)
+    bundle = newest_bundle(world)
+    facts = replace(bundle.facts, **{field: getattr(bundle.facts, field) + 1})
+    (bundle.path / "manifest").write_bytes(msgspec.json.encode(facts))
+    await check_refused(World(tmp_path), f"field {field} of the manifest is")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mode", CheckpointKind.TRAINER_CHECKPOINT),
+        ("train_steps", 1),
+        ("trainer_version", 1),
+        ("current_epoch", 1),
+        ("replay_digest", "0" * 64),
+        ("replay_group_count", 1),
+        ("ledger_group_count", 1),
+        ("ledger_digest", "0" * 64),
+    ],
+)
+@pytest.mark.asyncio
+async def test_metadata_that_differ_from_the_state_are_refused(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    path = newest_bundle(await saved(tmp_path)).path / DATA_PLANE_FILE
+    metadata = decode(path.read_bytes(), DataPlaneCheckpointMetadata).unwrap()
+    path.write_bytes(encode(replace(metadata, **{field: value})))
+    await check_refused(World(tmp_path), f"field {field}: .*they are of two saves")
 
 
 @pytest.mark.asyncio
@@ -358,6 +405,47 @@ async def test_rows_are_validated_and_loaded_one_segment_at_a_time(
     rows = await resumed.rows()
     assert {f"e0p{position}/{index}" for position in range(3) for index in range(2)} <= set(rows)
     assert_same_rows(rows, {key: row_of(key) for key in rows})
+
+
+@pytest.mark.parametrize("rows_per_put", [1, 3, 4, 5])
+@pytest.mark.asyncio
+async def test_rows_are_put_in_portions_with_their_tags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_per_put: int
+) -> None:
+    world = World(tmp_path)
+    await world.ready(0, 1)
+    tagged = {"e0p1/0": row_of("e0p1/0")}
+    await world.plane.put(PARTITION, tagged, tags={"e0p1/0": {"rollout": "7"}})
+    tags = {key: dict(tags) for key, tags in (await world.plane.list_rows(PARTITION)).items()}
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+    monkeypatch.setattr("rollsync.shell.rollout.restore._ROWS_PER_PUT", rows_per_put)
+    portions: list[int] = []
+
+    class Plane(InProcessDataPlane):
+        async def put(
+            self,
+            partition_id: str,
+            rows: Mapping[str, Row],
+            *,
+            tags: Mapping[str, Tags] | None = None,
+        ) -> None:
+            portions.append(len(rows))
+            await super().put(partition_id, rows, tags=tags)
+
+    after = World(tmp_path, plane=Plane())
+    await after.restore()
+    assert_same_rows(
+        await after.rows(), {f"e0p{n}/{i}": row_of(f"e0p{n}/{i}") for n in (0, 1) for i in (0, 1)}
+    )
+    listed = await after.plane.list_rows(PARTITION)
+    assert {key: dict(listed[key]) for key in listed} == {key: tags[key] for key in listed}
+    assert sum(portions) == 4
+    assert max(portions) <= rows_per_put
+    assert after.metrics[-1] == {
+        "rollout_checkpoint/loaded_rows": 4.0,
+        "rollout_checkpoint/planned_groups": 2.0,
+        "rollout_checkpoint/continued_episodes": 0.0,
+    }
 
 
 @pytest.mark.asyncio

@@ -10,6 +10,7 @@ import pytest
 
 from rollsync.pure.config import CheckpointingConfig
 from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason as Reason
+from rollsync.pure.rollout.checkpointing import RolloutCheckpointSaveResult
 from rollsync.shell.rollout.barrier import CheckpointMutationKind
 from rollsync.shell.rollout.errors import DataPlaneLost
 from rollsync.shell.rollout.snapshot_pump import RolloutSaveError, SnapshotPump
@@ -167,3 +168,55 @@ async def test_with_rare_checkpoints_the_last_snapshot_is_given_a_step_more(tmp_
     pumping = pump(world, saving, margin_s=1, longest_step_s=lambda: 499.0)
     await pumping.run(asyncio.Event())
     assert pumping.last_is_due.is_set()
+
+
+@pytest.mark.asyncio
+async def test_long_before_the_deadline_the_snapshots_are_periodic(tmp_path: Path) -> None:
+    """The deadline counts from the start of the run, not from that of the machine."""
+    world = World(tmp_path)
+    await world.ready(0)
+    saving = CheckpointingConfig(snapshot_interval_s=0.01, checkpoint_must_save_by_s=60)
+    pumping, stop = pump(world, saving), asyncio.Event()
+    running = asyncio.create_task(pumping.run(stop))
+    async with asyncio.timeout(20):
+        await until(world, "prune", 1)
+        await change(world)
+        await until(world, "prune", 2)
+    stop.set()
+    await running
+    assert not pumping.last_is_due.is_set()
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_turns_out_long_brings_the_last_snapshot_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollsync.shell.rollout.snapshot_pump.LOOK_AGAIN_S", 0.001)
+    world = World(tmp_path)
+    saving = CheckpointingConfig(
+        snapshot_interval_s=1000, checkpoint_must_save_by_s=500, trainer_every_steps=5
+    )
+    steps_s = iter([0.0, 1.0, 2.0, 600.0])
+    pumping = pump(world, saving, longest_step_s=lambda: next(steps_s))
+    async with asyncio.timeout(20):
+        await pumping.run(asyncio.Event())
+    assert pumping.last_is_due.is_set()
+    assert list(steps_s) == []
+    assert world.archive.calls == []
+
+
+@pytest.mark.asyncio
+async def test_only_a_save_forgives_the_failures_before_it(tmp_path: Path) -> None:
+    pumping = pump(World(tmp_path), FAST)
+    failed = RolloutCheckpointSaveResult(saved=False, reason=Reason.TIMEOUT)
+    skipped = RolloutCheckpointSaveResult(saved=False, reason=Reason.NO_DATA_PLANE_MUTATIONS)
+    for result in (
+        failed,
+        failed,
+        RolloutCheckpointSaveResult(saved=True, reason=Reason.COMPLETED),
+    ):
+        pumping._judge(result)
+    for result in (failed, skipped, failed, skipped):
+        pumping._judge(result)
+    with pytest.raises(RolloutSaveError, match="3 snapshots in a row failed"):
+        pumping._judge(failed)

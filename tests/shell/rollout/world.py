@@ -180,13 +180,14 @@ class Samples:
 
     def __init__(self) -> None:
         self.digest = "d0"
+        self.task = "sum"
         self.contents = {f"s{index}": f"c{index}" for index in range(1000)}
 
     def lookup(self, sample_id: str) -> DatumSpec | None:
         content = self.contents.get(sample_id)
         if content is None:
             return None
-        return DatumSpec(sample_id=sample_id, task="sum", content=content)
+        return DatumSpec(sample_id=sample_id, task=self.task, content=content)
 
     def content_digest(self, datum: DatumSpec) -> str:
         return datum.content
