@@ -105,3 +105,9 @@ def test_a_state_that_contradicts_itself_is_refused() -> None:
     found = problems(broken, *owned_rows(state))
     assert any(isinstance(each, RuleBroken) for each in found)
     assert all(describe_problem(each) for each in found)
+
+
+def test_of_many_rows_some_are_named_and_the_others_counted() -> None:
+    for count, listed in ((5, "r0, r1, r2, r3, r4"), (7, "r0, r1, r2, r3, r4 and 2 more")):
+        problem = RowsUnowned(keys=tuple(f"r{number}" for number in range(count)))
+        assert describe_problem(problem) == f"rows that no group owns: {listed}"

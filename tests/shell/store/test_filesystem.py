@@ -61,6 +61,99 @@ def test_a_rename_never_replaces(
     assert (tmp_path / "f" / "a").read_bytes() == b"a"
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_where_an_exclusive_rename_is_unknown_another_looks_first(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("rollsync.shell.store.filesystem._RENAME_EXCLUSIVELY", refuse)
+    write(tmp_path / "a", b"a")
+    write(tmp_path / "b", b"b")
+    with pytest.raises(FileExistsError if number != errno.EIO else OSError):
+        FILES.rename(tmp_path / "a", tmp_path / "b")
+    if number == errno.EIO:
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            FILES.rename(tmp_path / "a", tmp_path / "c")
+    else:
+        FILES.rename(tmp_path / "a", tmp_path / "c")
+        assert sorted(FILES.list_directory(tmp_path)) == ["b", "c"]
+
+
+def test_a_status_is_that_of_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "a", b"abc")
+    found, expected = FILES.status(tmp_path / "a"), os.stat(tmp_path / "a")
+    assert (found.kind, found.size_bytes) == (EntryKind.FILE, 3)
+    assert (found.modified_ns, found.inode) == (expected.st_mtime_ns, expected.st_ino)
+    assert FILES.status(tmp_path).kind is EntryKind.DIRECTORY
+
+
+def test_only_a_directory_is_synced_as_one(tmp_path: Path) -> None:
+    write(tmp_path / "a", b"")
+    FILES.sync_directory(tmp_path)
+    with pytest.raises(NotADirectoryError):
+        FILES.sync_directory(tmp_path / "a")
+
+
+def test_more_is_written_at_a_files_end(tmp_path: Path) -> None:
+    for data in (b"a", b"bc"):
+        file = FILES.append(tmp_path / "log")
+        assert file.write(data) == len(data)
+        file.close()
+    assert (tmp_path / "log").read_bytes() == b"abc"
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [
+        (errno.EAGAIN, BlockingIOError),
+        (errno.EACCES, BlockingIOError),
+        (errno.EIO, OSError),
+        (errno.ENOSYS, None),
+        (errno.ENOLCK, None),
+        (errno.EOPNOTSUPP, None),
+    ],
+)
+def test_a_lock_that_is_refused_is_held_by_another_and_one_that_is_unknown_guards_nothing(
+    tmp_path: Path,
+    number: int,
+    raised: type[OSError] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    before = descriptors()
+    if raised is None:
+        FILES.lock(tmp_path / "lock").release()
+    else:
+        with pytest.raises(raised) as caught:
+            FILES.lock(tmp_path / "lock")
+        assert type(caught.value) is raised
+    assert descriptors() == before
+
+
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    write(tmp_path / "a", b"abc")
+    before = descriptors()
+    assert list(FILES.read(tmp_path / "a")) == [b"abc"]
+    half = FILES.read(tmp_path / "a")
+    next(half)
+    del half
+    FILES.sync_file(tmp_path / "a")
+    FILES.sync_directory(tmp_path)
+    FILES.list_directory(tmp_path)
+    FILES.lock(tmp_path / "lock").release()
+    require_suitable(FILES, tmp_path)
+    assert descriptors() == before
+
+
 def test_links_are_neither_followed_nor_taken_for_files(tmp_path: Path) -> None:
     write(tmp_path / "a", b"abc")
     (tmp_path / "link").symlink_to("a")

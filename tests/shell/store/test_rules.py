@@ -186,6 +186,27 @@ def test_a_rename_that_only_said_it_failed_has_published(tmp_path: Path) -> None
     assert chosen_save(store_at(tmp_path)) == 1
 
 
+class Overtaken(RealFileSystem):
+    """Somebody else takes the name just before it is given."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name == "000001":
+            target.mkdir()
+            (target / "theirs").write_bytes(b"")
+        super().rename(source, target)
+
+
+def test_a_name_that_another_has_taken_meanwhile_is_not_ours(tmp_path: Path) -> None:
+    store = store_at(tmp_path, fs=Overtaken())
+    draft = store.begin(SNAPSHOT, 0)
+    with pytest.raises(FileExistsError):
+        draft.publish(facts(SNAPSHOT, 0, mutation_version=1), {STATE: state_of(1)})
+    draft.abandon()
+    assert names(tmp_path / "bootstrap" / "snapshots" / "000001") == ["theirs"]
+    with pytest.raises(StoreError, match="missing"):
+        store_at(tmp_path).choose()
+
+
 def test_abandoning_after_publication_does_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     draft = store.begin(SNAPSHOT, 0)
