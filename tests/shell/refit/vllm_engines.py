@@ -1,6 +1,7 @@
 """Real vLLM engines on the processor, in Ray actors, for models that start in seconds."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rollsync.shell.refit.vllm_generation import (
 )
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
 from tests.shell.conftest import ENVIRONMENT
+from tests.shell.refit.reference import reference_answer
 
 MEBIBYTE = 1024 * 1024
 PROMPT = [5, 6, 7, 8, 9]
@@ -75,7 +77,7 @@ def answer_of_a_fresh_engine(saved: str, version: int) -> list[Completion]:
 
 
 def synchronizer(
-    policy: Any,
+    policy: Any | Sequence[Any],
     generation: GenerationGroup,
     backend: str = "shm",
     *,
@@ -83,10 +85,10 @@ def synchronizer(
     ranks: int = 1,
     **options: Any,
 ) -> CheckpointEngineWeightSynchronizer:
-    """Connects through buckets of a size."""
+    """Connects one policy worker, or several, through buckets of a size."""
     smallest_worker_bytes = worker_total_memory_bytes(ranks)
     return CheckpointEngineWeightSynchronizer(
-        PolicyGroup([policy]),
+        PolicyGroup(policy if isinstance(policy, Sequence) else [policy]),
         generation,
         {
             "backend": backend,
@@ -95,6 +97,19 @@ def synchronizer(
             / smallest_worker_bytes,
             "engine_kwargs": {backend: options},
         },
+    )
+
+
+def is_answer_of(saved: str, answer: Completion, version: int) -> bool:
+    """Whether an engine of several ranks, which add in another order than one, answered `PROMPT`
+    with the saved weights of this version."""
+    (expected,) = reference_answer(saved, PROMPT, GREEDY, version)
+    return (answer.token_ids, answer.weight_version) == (
+        expected.token_ids,
+        expected.weight_version,
+    ) and all(
+        math.isclose(one, other, abs_tol=1e-4)
+        for one, other in zip(answer.logprobs, expected.logprobs, strict=True)
     )
 
 
