@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
-from rollsync.pure.refit.lifecycle import Poisoned, Serving
-from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated
+from rollsync.pure.refit.lifecycle import Closed, Poisoned, Serving
+from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated, EngineStepFailed
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 from rollsync.shell.refit.worker_group import GenerationGroup
 from tests.shell.refit.overwriting_engine import OVERWRITING
@@ -166,3 +167,17 @@ def test_requests_of_before_and_after_a_sync_are_each_of_one_version(actors: Act
     assert before[0].token_ids[: len(old[0].token_ids)] == old[0].token_ids
     assert after[0].weight_version == before[0].weight_version + 1
     assert after[0].token_ids != before[0].token_ids
+
+
+def test_an_engine_whose_processes_have_ended_says_so_and_refuses(actors: Actors) -> None:
+    """The last test of this engine."""
+    sync = synchronizer(actors.policy, actors.generation)
+    sync.sync_weights()
+    probe = ray.get(actors.engine.probe.remote())
+    for process in psutil.Process(probe.pid).children(recursive=True):
+        process.kill()
+    with pytest.raises(EngineStepFailed, match="vLLM's processes have ended"):
+        sync.sync_weights()
+    assert ray.get(actors.engine.refit_state.remote()) == Closed()
+    with pytest.raises(EngineNotServing):
+        ask(actors.generation)

@@ -16,6 +16,7 @@ import msgspec
 
 from rollsync.pure.refit.engine_ranks import engine_state
 from rollsync.pure.refit.lifecycle import Closed, EngineState, Poisoned, Serving
+from rollsync.shell.refit.errors import EngineStepFailed
 from rollsync.shell.refit.generation import (
     Completion,
     EngineProbe,
@@ -134,16 +135,15 @@ class VllmGenerationWorker:
 
     async def _step(self, llm: AsyncLLM, step: str, arguments: tuple[object, ...]) -> list[object]:
         """Runs a step on every rank, and reads the state that it left them in."""
+        state: EngineState = Closed()
         try:
             answers = await llm.collective_rpc("refit_step", args=(step, arguments))
+            state = engine_state(ranks_of(await llm.collective_rpc("refit_state")))
+        except Exception as error:
+            raise engine_ended(step, error) from error
         finally:
-            self._gate.state = await self._read_state(llm)
+            self._gate.state = state
         return values_of(step, answers)
-
-    async def _read_state(self, llm: AsyncLLM) -> EngineState:
-        if llm.errored:
-            return Closed()
-        return engine_state(ranks_of(await llm.collective_rpc("refit_state")))
 
     async def _forget_old_weights(self, llm: AsyncLLM, state: EngineState) -> EngineState:
         await llm.reset_mm_cache()
@@ -205,8 +205,14 @@ class VllmSyncGenerationWorker:
 
     def _step(self, step: str, arguments: tuple[object, ...]) -> list[object]:
         """Runs a step on every rank, and reads the state that it left them in."""
-        answers = self._llm.collective_rpc("refit_step", args=(step, arguments))
-        self._state = engine_state(ranks_of(self._llm.collective_rpc("refit_state")))
+        state: EngineState = Closed()
+        try:
+            answers = self._llm.collective_rpc("refit_step", args=(step, arguments))
+            state = engine_state(ranks_of(self._llm.collective_rpc("refit_state")))
+        except Exception as error:
+            raise engine_ended(step, error) from error
+        finally:
+            self._state = state
         return values_of(step, answers)
 
 
@@ -214,6 +220,16 @@ def declared(refit_info: object) -> object:
     """The policy's declaration in plain form; None when there is none."""
     specs = declared_specs(refit_info)
     return None if specs is None else msgspec.to_builtins(specs)
+
+
+def engine_ended(step: str, error: Exception) -> EngineStepFailed:
+    """What to make of an exception of vLLM's at a step whose own failures are answers: its
+    processes are gone. (Its own error for that cannot be read by a process without vLLM.)"""
+    return EngineStepFailed(
+        f"{step} failed as vLLM's processes have ended: {type(error).__name__}: {error}",
+        echo=False,
+        remedy="see Ray's log of the engine for why they ended; start the engine anew",
+    )
 
 
 def ranks_of(answers: Iterable[object]) -> list[EngineState]:
