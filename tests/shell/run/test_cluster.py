@@ -178,6 +178,33 @@ def test_a_cluster_is_checked_with_made_up_weights(
     assert not Path(config.run.directory).exists()
 
 
+@pytest.mark.slow
+def test_a_cluster_whose_engines_relay_is_checked_along_the_chain(
+    tmp_path: Path, model_path: Path, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = on_cluster(small_config(tmp_path / "run", model_path), address)
+    config = replace(
+        config,
+        grpo=replace(config.grpo, data_parallel_size=1),
+        checkpoint_engine=CheckpointEngineConfig(
+            backend="auto", engine_kwargs={"auto": {"relay": True}}
+        ),
+    )
+    assert main(["check-cluster", write_file(config)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "GB/s" in line]
+    beside, first, last, together = lines
+    assert " to generation engine 0 (" in beside
+    assert ") by shm: " in beside
+    assert " to generation engine 1 (" in first
+    assert ") by nixl: " in first
+    assert " to generation engine 2 (" in last
+    assert "), relayed by generation engine 1 by nixl: " in last
+    assert together.startswith("all routes together by nixl (2) and shm (1): ")
+    # What comes to an engine is the model, however many loaded it on the way.
+    carried = [re.findall(r": ([0-9.]+) MB in ", line) for line in (beside, first, last)]
+    assert carried[0] == carried[1] == carried[2]
+
+
 @pytest.mark.timeout(300)
 def test_a_run_has_its_workers_on_nodes_of_their_own(
     tmp_path: Path, model_path: Path, address: str, caplog: pytest.LogCaptureFixture

@@ -95,6 +95,12 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         self.init_communicator()
 
     @property
+    def choices(self) -> tuple[EngineChoice, ...]:
+        """Each route of those who were connected last and what carries it, in the order of the
+        rollout ranks; none from a backend that neither chooses nor relays."""
+        return self._choices
+
+    @property
     def is_stale(self) -> bool:
         """True until a sync has succeeded, and from the start of a sync until its success."""
         return self._stale

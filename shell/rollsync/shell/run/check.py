@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 
 import ray
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.refit import TensorSpec, plan_routes
+from rollsync.pure.refit.routes import RoutingTable
 from rollsync.shell.config import ConfigError
 from rollsync.shell.grpo.replicas import Meeting, Replicas
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
@@ -44,6 +46,14 @@ class RouteRate(Struct, frozen=True, kw_only=True):
     seconds: float
     """Of the transfer, without setting it up."""
     gigabytes_per_s: float
+
+
+class Way(Struct, frozen=True):
+    """How the weights come from a policy worker to an engine: the last of these, by way of the
+    others."""
+
+    policy_worker: int
+    engines: tuple[int, ...]
 
 
 class SyntheticPolicyWorker(PolicyRefitMixin):
@@ -124,9 +134,10 @@ def check_cluster(config: MasterConfig) -> Iterator[RouteRate]:
         policy = [_start_policy(config, placement, r) for r in range(_policy_workers(config))]
         engines = [start_engine(config, placement, i) for i in range(config.generation.engines)]
         versions = count(step=_SYNCS)
-        for rank, index in routes_of(config):
-            report = _refit(config, [policy[rank]], [engines[index]], next(versions))
-            yield _rate(_route(placement, rank, index), report)
+        for way in ways_of(_routes(config, policy, engines)):
+            taken = [engines[index] for index in way.engines]
+            report = _refit(config, [policy[way.policy_worker]], taken, next(versions))
+            yield _rate(_named(placement, way), report, times=len(taken))
         if len(policy) + len(engines) > 2:
             report = _refit(config, policy, engines, next(versions))
             yield _rate("all routes together", report)
@@ -134,11 +145,32 @@ def check_cluster(config: MasterConfig) -> Iterator[RouteRate]:
             yield _sums(policy)
 
 
-def routes_of(config: MasterConfig) -> tuple[tuple[int, int], ...]:
-    """The policy worker and the engine of every route that a run's syncs take while all its
-    engines are there, in the order of the engines."""
-    table = plan_routes(_policy_workers(config), config.generation.engines).unwrap()
-    return tuple((route.sender.rank, route.receiver.rank) for route in table.routes)
+def ways_of(table: RoutingTable) -> tuple[Way, ...]:
+    """Every way that a table makes weights come, in the order of the engines. These workers alone
+    have the same routes between them."""
+    ways: list[Way] = []
+    for engine in range(table.rollout_world_size):
+        policy_worker, *relays = table.path_to(engine)
+        ways.append(Way(policy_worker.rank, (*(relay.rank for relay in relays), engine)))
+    return tuple(ways)
+
+
+def _routes(
+    config: MasterConfig, policy: Sequence[Actor], engines: Sequence[Actor]
+) -> RoutingTable:
+    """The routes that a run's syncs take while all its engines are there. Who relays follows from
+    the hosts that the workers say they are on, when they are connected."""
+    table = plan_routes(len(policy), len(engines)).unwrap()
+    settings = config.checkpoint_engine
+    if not settings.engine_kwargs.get(settings.backend, {}).get("relay", False):
+        return table
+    with _connected(config, policy, engines, version=0) as sync:
+        chosen = tuple(choice.route for choice in sync.choices)
+    return RoutingTable(
+        train_world_size=table.train_world_size,
+        rollout_world_size=table.rollout_world_size,
+        routes=chosen or table.routes,
+    )
 
 
 def _check_settings(config: MasterConfig) -> None:
@@ -186,6 +218,17 @@ def _refit(
     config: MasterConfig, policy: Sequence[Actor], engines: Sequence[Actor], version: int
 ) -> SyncReport:
     """The last of `_SYNCS` syncs between these workers, the first of them at `version` + 1."""
+    with _connected(config, policy, engines, version) as sync:
+        for _ in range(_SYNCS - 1):
+            sync.sync_weights()
+        return sync.sync_weights()
+
+
+@contextmanager
+def _connected(
+    config: MasterConfig, policy: Sequence[Actor], engines: Sequence[Actor], version: int
+) -> Iterator[CheckpointEngineWeightSynchronizer]:
+    """Between these workers, the first of which are at `version`."""
     ray.get(
         [
             call_remote(worker, "take_part", rank, version=version)
@@ -204,26 +247,29 @@ def _refit(
     )
     sync.init_communicator()
     try:
-        for _ in range(_SYNCS - 1):
-            sync.sync_weights()
-        return sync.sync_weights()
+        yield sync
     finally:
         sync.shutdown()
 
 
-def _route(placement: WorkerPlacement, rank: int, index: int) -> str:
-    policy, engine = placement.policy_node(rank), placement.engine_node(index)
+def _named(placement: WorkerPlacement, way: Way) -> str:
+    *relays, index = way.engines
+    policy, engine = placement.policy_node(way.policy_worker), placement.engine_node(index)
+    relayed = "".join(f", relayed by generation engine {relay}" for relay in relays)
     return (
-        f"policy worker {rank} (node {policy.node_id[:8]} on {policy.host}) to generation engine "
-        f"{index} (node {engine.node_id[:8]} on {engine.host})"
+        f"policy worker {way.policy_worker} (node {policy.node_id[:8]} on {policy.host}) to "
+        f"generation engine {index} (node {engine.node_id[:8]} on {engine.host}){relayed}"
     )
 
 
-def _rate(route: str, report: SyncReport) -> RouteRate:
+def _rate(route: str, report: SyncReport, *, times: int = 1) -> RouteRate:
+    """What was carried, if so many engines loaded it one after the other."""
+    payload_bytes = report.payload_bytes // times
+    seconds = report.stage_s["transfer"]
     return RouteRate(
         route=route,
         carriers=report.carriers,
-        payload_bytes=report.payload_bytes,
-        seconds=report.stage_s["transfer"],
-        gigabytes_per_s=report.gigabytes_per_s,
+        payload_bytes=payload_bytes,
+        seconds=seconds,
+        gigabytes_per_s=payload_bytes / seconds / 1e9,
     )
