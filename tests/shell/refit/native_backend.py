@@ -43,6 +43,10 @@ class NativeVllm:
     def get_weight_version(self) -> str:
         return self._llm.get_weight_version()
 
+    def received_bytes(self) -> list[int]:
+        """What the last update brought to each rank."""
+        return list(self._llm.collective_rpc(_received_bytes))
+
     def answer(self, version: int) -> list[Completion]:
         """What `GREEDY` gives for `PROMPT`, after caches of old weights are emptied."""
         from rollsync.shell.refit.vllm_calls import complete_all, sampling_params
@@ -58,6 +62,11 @@ class NativeVllm:
         except Exception as error:
             return type(error).__name__
         return ""
+
+
+def _received_bytes(worker: Any) -> int:
+    received: int = worker.weight_transfer_engine.last_transfer.payload_bytes
+    return received
 
 
 class NativeTrainer(TinyPolicy):

@@ -13,6 +13,7 @@ from tests.shell.refit.tiny_models import save_model
 from tests.shell.refit.vllm_engines import (
     MEBIBYTE,
     answer_of_a_fresh_engine,
+    is_answer_of,
     saved_step,
     vllm_actor,
 )
@@ -26,18 +27,32 @@ def test_vllm_finds_the_backend_by_its_entry_point() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("cluster")
-def test_start_update_and_finish_move_the_weights(tmp_path: Path) -> None:
-    engine = vllm_actor(NativeVllm, save_model(tmp_path / "start", tied=True))
-    trainer: Any = ray.remote(NativeTrainer).options(num_cpus=0).remote(tied=True)
-    options = {"engine": "shm", "bucket_size_bytes": MEBIBYTE, "rollout_world_size": 1}
+def test_start_update_and_finish_move_to_each_rank_what_it_keeps(tmp_path: Path) -> None:
+    # So many rows divide by two ranks without padding.
+    start = save_model(tmp_path / "start", tied=True, vocabulary=128)
+    engine = vllm_actor(
+        NativeVllm,
+        start,
+        env={"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    trainer: Any = ray.remote(NativeTrainer).options(num_cpus=0).remote(tied=True, vocabulary=128)
+    options = {"engine": "shm", "bucket_size_bytes": MEBIBYTE, "rollout_world_size": 2}
     ray.get(trainer.connect.remote(engine, options))
-    ray.get(trainer.send.remote())
-    assert ray.get(engine.get_weight_version.remote()) == "0"
-    saved, version = saved_step(trainer, tmp_path)
-    ray.get(trainer.send.remote())
-    assert ray.get(engine.get_weight_version.remote()) == str(version)
-    answer = ray.get(engine.answer.remote(version))
-    assert answer == answer_of_a_fresh_engine(saved, version)
+    received: list[list[int]] = []
+    for _ in range(3):
+        saved, version = saved_step(trainer, tmp_path)
+        ray.get(trainer.send.remote())
+        assert ray.get(engine.get_weight_version.remote()) == str(version)
+        (answer,) = ray.get(engine.answer.remote(version))
+        assert is_answer_of(saved, answer, version)
+        received.append(ray.get(engine.received_bytes.remote()))
+    # The first update is whole; in those after it a rank gets half of all but norms.
+    whole_bytes = received[0][0]
+    assert received[0] == [whole_bytes, whole_bytes]
+    assert received[1] == received[2]
+    assert all(whole_bytes / 2 <= part < 0.52 * whole_bytes for part in received[1])
     ray.kill(engine)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -115,6 +116,15 @@ def test_ranks_relay_what_they_keep_to_the_same_rank_of_the_next_engine(tmp_path
     saved, version = saved_step(policy, tmp_path)
     again.sync_weights()
     check_answer(last, saved, version)
+
+    # vLLM's own calls would wait for ever for what is killed here.
+    _, rank = ray.get(last.pids.remote())
+    core = psutil.Process(rank).parent()
+    assert core is not None
+    core.kill()
+    with pytest.raises(EngineStepFailed, match="vLLM's processes have ended"):
+        again.sync_weights()
+    assert ray.get(last.refit_state.remote()) == Closed()
     ray.kill(last)
 
 

@@ -1,12 +1,16 @@
 """Requests and answers of vLLM, and the options that rollsync starts it with.
 
-Rule kept here: this and `vllm_loader` are the modules that import vLLM, and only an actor that
-holds an engine imports them, so that a driver needs no vLLM.
+Rules kept here: this and `vllm_loader` are the modules that import vLLM, and only an actor that
+holds an engine imports them, so that a driver needs no vLLM; and a call of an engine ends when the
+engine's processes do, which vLLM's own would wait for.
 """
 
+import asyncio
+import concurrent.futures
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -14,11 +18,18 @@ from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import MPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 from rollsync.shell.refit.vllm_loader import check_vllm_version
 from rollsync.shell.refit.vllm_worker import WORKER_EXTENSION
+
+LOOK_S: Final = 0.5
+"""How often a call looks whether the engine's processes are there."""
+
+_T = TypeVar("_T")
 
 
 def start_async(model: str, options: Mapping[str, Any]) -> AsyncLLM:
@@ -31,6 +42,48 @@ def start_sync(model: str, options: Mapping[str, Any]) -> LLM:
     """Starts a synchronous engine."""
     check_vllm_version()
     return LLM(**engine_options(model, options))
+
+
+async def answered(llm: AsyncLLM, call: Awaitable[_T]) -> _T:
+    """What a call of an asynchronous engine answers.
+
+    Raises:
+        EngineDeadError: the engine's processes have ended meanwhile.
+    """
+    asked = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
+            if llm.errored:
+                raise llm.dead_error
+        return asked.result()
+    finally:
+        asked.cancel()
+
+
+def answered_by(llm: LLM, call: Callable[[], _T]) -> _T:
+    """What a call of a synchronous engine answers.
+
+    Raises:
+        EngineDeadError: the engine's processes have ended meanwhile.
+    """
+    core = llm.llm_engine.engine_core
+    if not isinstance(core, MPClient):
+        # It is in this process.
+        return call()
+    answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # A daemon, as it stays for ever where vLLM does.
+    threading.Thread(target=ask, daemon=True).start()
+    while not concurrent.futures.wait([answer], timeout=LOOK_S).done:
+        if core.resources.engine_dead:
+            raise EngineDeadError
+    return answer.result()
 
 
 def engine_options(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +124,7 @@ def complete_all(
 ) -> list[Completion]:
     """All completions of a synchronous engine."""
     prompts = [TokensPrompt(prompt_token_ids=list(prompt_token_ids)) for _ in params]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = answered_by(llm, lambda: llm.generate(prompts, params, use_tqdm=False))
     return [completion(output.outputs[0], version) for output in outputs]
 
 

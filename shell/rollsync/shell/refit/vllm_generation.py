@@ -135,10 +135,14 @@ class VllmGenerationWorker:
 
     async def _step(self, llm: AsyncLLM, step: str, arguments: tuple[object, ...]) -> list[object]:
         """Runs a step on every rank, and reads the state that it left them in."""
+        from rollsync.shell.refit.vllm_calls import answered
+
         state: EngineState = Closed()
         try:
-            answers = await llm.collective_rpc("refit_step", args=(step, arguments))
-            state = engine_state(ranks_of(await llm.collective_rpc("refit_state")))
+            run = llm.collective_rpc("refit_step", args=(step, arguments))
+            answers: list[object] = await answered(llm, run)
+            states: list[object] = await answered(llm, llm.collective_rpc("refit_state"))
+            state = engine_state(ranks_of(states))
         except Exception as error:
             raise engine_ended(step, error) from error
         finally:
@@ -205,10 +209,16 @@ class VllmSyncGenerationWorker:
 
     def _step(self, step: str, arguments: tuple[object, ...]) -> list[object]:
         """Runs a step on every rank, and reads the state that it left them in."""
+        from rollsync.shell.refit.vllm_calls import answered_by
+
+        llm = self._llm
         state: EngineState = Closed()
         try:
-            answers = self._llm.collective_rpc("refit_step", args=(step, arguments))
-            state = engine_state(ranks_of(self._llm.collective_rpc("refit_state")))
+            answers: list[object] = answered_by(
+                llm, lambda: llm.collective_rpc("refit_step", args=(step, arguments))
+            )
+            states: list[object] = answered_by(llm, lambda: llm.collective_rpc("refit_state"))
+            state = engine_state(ranks_of(states))
         except Exception as error:
             raise engine_ended(step, error) from error
         finally:

@@ -6,15 +6,15 @@ and `finish_weight_update`. These calls have no place for a refusal to generate:
 update makes that good. A request that comes before it is refused by the model, which ends the
 engine; rollsync's own generation workers refuse by themselves, and their engine lives.
 
-Rules kept here: one `update_weights` receives one whole stream; what an update left unfinished is
-closed before the next one starts; and from the start of an update to its success the model answers
-no request.
+Rules kept here: one `update_weights` receives and loads one whole stream, so that what the ranks of
+an engine learn of their loader in one is there for the next; and from the start of an update to its
+success the model answers no request.
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -24,9 +24,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rollsync.pure.refit import TensorSpec
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.rendezvous import Rendezvous
+from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.vllm_gate import ModelGate
 from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
 
@@ -45,6 +47,7 @@ class RollsyncInitInfo(WeightTransferInitInfo):
         secret: the run's, in hexadecimal.
         train_world_size: trainer workers.
         rollout_world_size: workers of all engines together.
+        declared: what every stream will hold, in its order: `TensorSpec`s in plain form.
         engine_kwargs: the engine's options.
         timeout_s: how long the rendezvous may take.
     """
@@ -56,6 +59,7 @@ class RollsyncInitInfo(WeightTransferInitInfo):
     secret: str
     train_world_size: int
     rollout_world_size: int
+    declared: list[dict[str, object]]
     engine_kwargs: dict[str, object] = field(default_factory=dict)
     timeout_s: float = 300.0
 
@@ -81,16 +85,22 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
     ) -> None:
         check_vllm_version()
         super().__init__(config, vllm_config, device, model)
-        self._update: VllmModelUpdate | None = None
         self._gate = ModelGate(model)
         self._receiver = RefitReceiver(
             local_rank=torch.distributed.get_rank(),
             engine_world_size=torch.distributed.get_world_size(),
-            update=lambda _: self._opened(),
+            update=lambda recorder: VllmModelUpdate(
+                self.vllm_config, self.model_config, self.model, recorder
+            ),
+            model=lambda: self.model,
         )
+        self._is_received = False
+        self.last_transfer: WorkerTransfer | None = None
+        """The figures of the last update that succeeded on this worker; None before the first."""
 
     def init_transfer_engine(self, init_info: RollsyncInitInfo) -> None:
-        """Meets the trainer and the other workers."""
+        """Meets the trainer and the other workers, and learns what will come."""
+        self._receiver.declare(msgspec.convert(init_info.declared, list[TensorSpec]))
         parallel = self.parallel_config
         rank_prefix = parallel.data_parallel_index * parallel.world_size
         rendezvous = Rendezvous(
@@ -111,67 +121,40 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
         )
 
     def start_weight_update(self) -> None:
-        """Opens the update of the model."""
-        if self._update is not None:
-            self._update.abort()
+        """Has the model answer nothing from now on."""
+        self._is_received = False
         self._gate.close("a weight update has begun and is not finished")
-        self._update = VllmModelUpdate(self.vllm_config, self.model_config, self.model)
-        self._update.start()
 
     def receive_weights(self, update_info: RollsyncUpdateInfo) -> None:
-        """Receives one whole stream into the open update.
+        """Receives and loads one whole stream.
 
         Raises:
             Exception: whatever went wrong. `finish_weight_update` then refuses as well.
         """
+        self._is_received = False
         try:
-            self._receiver.update()
+            self.last_transfer = self._receiver.update()
         except BaseException as error:
-            self._refuse(error)
+            logger.error("this worker's weights are a mixture until a whole update succeeds")
+            self._gate.close(f"its weights are a mixture, as the last update failed: {error}")
             raise
+        self._is_received = True
+        logger.info("received %s", self.last_transfer)
 
     def finish_weight_update(self) -> None:
-        """Closes the update."""
-        if self._update is None:
-            raise RefitError("no weight update was started")
-        try:
-            self._update.finish()
-            self._gate.open()
-        except BaseException as error:
-            self._refuse(error)
-            self._update.abort()
-            raise
-        finally:
-            self._update = None
+        """Has the model answer again.
+
+        Raises:
+            RefitError: no whole stream came since the update was started.
+        """
+        if not self._is_received:
+            raise RefitError(
+                "a weight update cannot be finished before a whole stream of weights has come",
+                remedy="call update_weights between start_weight_update and finish_weight_update",
+            )
+        self._is_received = False
+        self._gate.open()
 
     def shutdown(self) -> None:
         """Gives back what the checkpoint engine reserved."""
         self._receiver.finalize()
-
-    def _refuse(self, error: BaseException) -> None:
-        logger.error("this worker's weights are a mixture until a whole update succeeds")
-        self._gate.close(f"its weights are a mixture, as the last update failed: {error}")
-
-    def _opened(self) -> "_OpenUpdate":
-        if self._update is None:
-            raise RefitError("no weight update was started")
-        return _OpenUpdate(self._update)
-
-
-class _OpenUpdate:
-    """An update whose start and finish are vLLM's to call."""
-
-    def __init__(self, update: VllmModelUpdate) -> None:
-        self._update = update
-
-    def start(self) -> None:
-        pass
-
-    def load(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._update.load(batch)
-
-    def finish(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        self._update.abort()

@@ -1,14 +1,18 @@
 """The trainer's half of rollsync as vLLM's own weight-transfer backend.
 
-Rule kept here: the engines are told over vLLM's client, the weights move beside it, and an error
-of either side reaches the caller of `send_weights`.
+Rules kept here: the engines are told over vLLM's client, the weights move beside it, and an error
+of either side reaches the caller of `send_weights`; and what a source's `metadata()` says will come
+is what both sides hold each stream to, so that they disagree before the first weight if they do,
+and a rank of several is sent no more than it keeps.
 """
 
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
+import msgspec
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -16,9 +20,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
+from rollsync.pure.refit import TensorSpec
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.refit_sender import RefitSender
 from rollsync.shell.refit.rendezvous import Rendezvous
+from rollsync.shell.refit.weights import dtype_name
 
 
 @dataclass
@@ -84,11 +90,16 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """Meets the engines' workers; called on every trainer worker."""
+        """Meets the engines' workers; called on every trainer worker.
+
+        Raises:
+            RefitConfigurationError: there is no source, or it has only part of the weights here.
+        """
         if source is None:
             raise RefitConfigurationError(
                 "the rollsync backend sends whole policies", remedy="give it a WeightSource"
             )
+        declared = _declared(source)
         sender = RefitSender(rank=init_info.rank)
         rendezvous = Rendezvous(
             init_info.host,
@@ -100,11 +111,12 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
         with ThreadPoolExecutor(1) as beside:
             told = None
             if init_info.is_sender:
-                message = _worker_init_info(init_info, rendezvous.port)
+                message = _worker_init_info(init_info, rendezvous.port, declared)
                 told = beside.submit(client.init_weight_transfer_engine, message)
             sender.init(init_info.engine, init_info.bucket_size_bytes, init_info.engine_kwargs)
             workers = init_info.train_world_size + init_info.rollout_world_size
             metadata = rendezvous.exchange(init_info.rank, workers, sender.prepare())
+            sender.declare(declared)
             sender.init_process_group(
                 metadata=metadata,
                 train_world_size=init_info.train_world_size,
@@ -137,7 +149,22 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
         self._sender.finalize()
 
 
-def _worker_init_info(init_info: RollsyncTrainerInitInfo, port: int) -> dict[str, object]:
+def _declared(source: WeightSource) -> tuple[TensorSpec, ...]:
+    """What every stream of a source will hold, in its order."""
+    if source.held_names() is not None:
+        raise RefitConfigurationError(
+            "the source has only part of the weights on this trainer worker",
+            remedy="give every trainer worker a source that yields all of them, gathered",
+        )
+    return tuple(
+        TensorSpec(name=each.name, shape=tuple(each.shape), dtype=dtype_name(each.dtype))
+        for each in source.metadata()
+    )
+
+
+def _worker_init_info(
+    init_info: RollsyncTrainerInitInfo, port: int, declared: Sequence[TensorSpec]
+) -> dict[str, object]:
     return {
         "engine": init_info.engine,
         "bucket_size_bytes": init_info.bucket_size_bytes,
@@ -146,6 +173,7 @@ def _worker_init_info(init_info: RollsyncTrainerInitInfo, port: int) -> dict[str
         "secret": init_info.secret,
         "train_world_size": init_info.train_world_size,
         "rollout_world_size": init_info.rollout_world_size,
+        "declared": msgspec.to_builtins(declared),
         "engine_kwargs": init_info.engine_kwargs,
         "timeout_s": init_info.timeout_s,
     }
