@@ -4,6 +4,7 @@ buckets is never filled before it was released."""
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from random import Random
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from rollsync.pure.refit.control import BucketFilled, Piece
 from rollsync.shell.refit.engines import outlets
 from rollsync.shell.refit.engines.mapping import can_mirror, map_file, reserve_file
-from rollsync.shell.refit.engines.packing import StreamError, StreamPacker, StreamUnpacker
+from rollsync.shell.refit.engines.packing import StreamError, StreamPacker
 from rollsync.shell.refit.engines.rings import Assembly, Region, RunningChecksum, StreamRing
+from rollsync.shell.refit.engines.unpacking import Expected, StreamUnpacker
 from tests.shell.refit.engines.pairs import pair
 
 BUCKETS = 2
@@ -44,13 +46,34 @@ def filled(bucket: int, begin: int, end: int, pieces: list[Piece]) -> BucketFill
     )
 
 
-class Stream:
-    """Both ends of a stream in one process; `is_cut` says after which slice a part ends."""
+class ReadableAssembly(Assembly):
+    """Memory to which a receiver can read."""
 
-    def __init__(self, region: Region, is_cut: Callable[[], bool]) -> None:
+    can_be_read_into = True
+
+
+class Stream:
+    """Both ends of a stream in one process.
+
+    Args:
+        region: the buffers.
+        is_cut: whether a part ends after a slice.
+        waits: whether a part that has come is looked at only when the next one has.
+        assembly: where tensors are put together that the ring cannot hold.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        is_cut: Callable[[], bool],
+        waits: Callable[[], bool] = lambda: False,
+        assembly: Assembly | None = None,
+    ) -> None:
         self.ring = StreamRing(region, 0, region.buffer_bytes)
-        self.unpacker = StreamUnpacker(self.ring, Assembly())
+        self.unpacker = StreamUnpacker(self.ring, assembly or Assembly())
         self._is_cut = is_cut
+        self._waits = waits
+        self._coming: deque[Expected] = deque()
         self._released = 0
         self._announced = (0, 0)
         self._pieces: list[Piece] = []
@@ -71,35 +94,56 @@ class Stream:
                     position = self.ring.ring.position(bucket, stop)
                     if self._is_cut() or not self.ring.ring.may_fill(position, self._released):
                         yield from self._hand_over(bucket, end)
+                    if not self.ring.ring.may_fill(position, self._released):
+                        yield from self._load(0)
                     assert self.ring.ring.may_fill(position, self._released)
                     if not begin:
                         self._pieces.append(part.piece)
                     copy.to(begin, cut)
                     begin, end = cut, stop
         yield from self._hand_over(bucket, end)
+        yield from self._load(0)
         self.unpacker.check_complete()
 
     def _hand_over(self, bucket: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
         part = filled(bucket, self._announced[1], end, self._pieces)
         self._announced, self._pieces = (bucket, end), []
-        for name, tensor in self.unpacker.take(part):
-            yield name, tensor.clone()
-        released = self.unpacker.settle()
-        assert released >= self._released
-        self._released = released
+        expected = self.unpacker.expect(part)
+        for stretch in expected.stretches:
+            target = self.unpacker.place_for(stretch)
+            if target is not None:
+                target.copy_(self.ring.bytes(stretch.begin, len(target)))
+        self._coming.append(expected)
+        yield from self._load(1 if self._waits() else 0)
+
+    def _load(self, left: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take the parts that have come, but for the last `left`."""
+        while len(self._coming) > left:
+            expected = self._coming.popleft()
+            self.unpacker.gather(expected, None)
+            for name, tensor in self.unpacker.take(expected):
+                yield name, tensor.clone()
+            self.unpacker.settle(expected)
+            assert expected.needed_from >= self._released
+            self._released = expected.needed_from
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 768, 2048, 4096])
 @settings(max_examples=40)
-@given(SIZES, st.randoms(use_true_random=False))
+@given(SIZES, st.randoms(use_true_random=False), st.sampled_from([Assembly, ReadableAssembly]))
 def test_however_it_is_cut_a_stream_brings_the_same_tensors(
-    bucket_bytes: int, sizes: list[int], random: Random
+    bucket_bytes: int, sizes: list[int], random: Random, assembly: type[Assembly]
 ) -> None:
     tensors = {
         str(index): torch.randint(0, 255, (size,), dtype=torch.uint8)
         for index, size in enumerate(sizes)
     }
-    stream = Stream(region_of(bucket_bytes), lambda: random.random() < 0.5)
+    stream = Stream(
+        region_of(bucket_bytes),
+        lambda: random.random() < 0.5,
+        lambda: random.random() < 0.5,
+        assembly(),
+    )
     arrived = dict(stream.exchange(tensors))
     assert list(arrived) == list(tensors)
     assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors.items())
@@ -153,8 +197,10 @@ def take_all(parts: list[BucketFilled]) -> None:
     """Let a receiver with buckets of 512 bytes have them."""
     unpacker = StreamUnpacker(StreamRing(region_of(512), 0, 512), Assembly())
     for part in parts:
-        unpacker.take(part)
-        unpacker.settle()
+        expected = unpacker.expect(part)
+        unpacker.gather(expected, None)
+        unpacker.take(expected)
+        unpacker.settle(expected)
 
 
 def test_a_checksum_is_the_same_however_it_is_taken() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from rollsync.pure.refit.control import Hello
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.rings import Assembly, Region
@@ -39,13 +41,20 @@ class ReceiverMemory(Protocol):
     region: Region
     """Where a receiver finds what it has read: the sender's own buffers, or buffers like them."""
 
-    def start(self, channel: ControlChannel, first_byte: int, size: int) -> None:
+    def start(
+        self, channel: ControlChannel, first_byte: int, size: int, target: torch.Tensor | None
+    ) -> bool:
         """Begin to read what the sender has filled, if that is work at all.
 
         Args:
             channel: to the sender.
             first_byte: where in the buffers, the sender's as well as these, it begins.
             size: how many bytes.
+            target: where it is to come, a part of the medium's assembly; None: to where these
+                buffers have it.
+
+        Returns:
+            Whether that goes on beside this worker; if not, all is there.
         """
 
     async def fetch(self, channel: ControlChannel, first_byte: int) -> None:

@@ -13,6 +13,7 @@ import socket
 import sys
 
 import psutil
+import torch
 
 from rollsync.pure.refit.control import Hello
 from rollsync.shell.refit.engines.channel import ControlChannel
@@ -86,8 +87,11 @@ class SharedBuffers:
         """Let another process have the core that this one waits on."""
         os.sched_yield()
 
-    def start(self, channel: ControlChannel, first_byte: int, size: int) -> None:
+    def start(
+        self, channel: ControlChannel, first_byte: int, size: int, target: torch.Tensor | None
+    ) -> bool:
         """Nothing to do: what the sender has packed is there."""
+        return False
 
     async def fetch(self, channel: ControlChannel, first_byte: int) -> None:
         """Nothing to do: see `start`."""

@@ -25,7 +25,13 @@ from rollsync.shell.refit.engines.large_pages import memory_in_large_pages
 from rollsync.shell.refit.engines.mapping import map_file
 from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.memory import check_free, reserve_buffers
-from rollsync.shell.refit.engines.nixl_agent import NixlAgent, NixlError, Read, memory_of
+from rollsync.shell.refit.engines.nixl_agent import (
+    NixlAgent,
+    NixlError,
+    Read,
+    RegistrationError,
+    memory_of,
+)
 from rollsync.shell.refit.engines.rings import Assembly, Region
 
 if TYPE_CHECKING:
@@ -118,6 +124,38 @@ def _reserve(count: int, buffer_bytes: int, device: torch.device, *, own: bool) 
         os.close(file)
 
 
+class RegisteredAssembly(Assembly):
+    """Memory in which tensors are put together, registered where it can be: what the ring cannot
+    hold of a tensor is then read to there at once.
+
+    Args:
+        agent: where to.
+    """
+
+    def __init__(self, agent: NixlAgent) -> None:
+        super().__init__()
+        self._agent = agent
+        self._registered: Sequence[Registered] = ()
+
+    @property
+    def can_be_read_into(self) -> bool:
+        """Whether it is registered."""
+        return bool(self._registered)
+
+    def _make(self, size: int, device: torch.device) -> torch.Tensor:
+        memory = super()._make(size, device)
+        # With little locked memory allowed, there may be enough for the buffers only.
+        with contextlib.suppress(RegistrationError):
+            self._registered = self._agent.register([memory])
+        return memory
+
+    def release(self) -> None:
+        """Deregister and free."""
+        self._agent.deregister(self._registered)
+        self._registered = ()
+        super().release()
+
+
 def _addresses(first: int, count: int, buffer_bytes: int) -> tuple[int, ...]:
     return tuple(first + index * buffer_bytes for index in range(count))
 
@@ -133,7 +171,7 @@ class NixlMedium:
 
     def __init__(self, agent: NixlAgent, buffers: SenderMemory, timeout_s: float) -> None:
         self.region = buffers.region
-        self.assembly = Assembly()
+        self.assembly: Assembly = RegisteredAssembly(agent)
         self.own: SenderMemory = buffers
         self._agent = agent
         self._timeout_s = timeout_s
@@ -172,20 +210,30 @@ class NixlMedium:
         self._sender = _Sender(hello.memory_id, agent, offered)
         return self
 
-    def start(self, channel: ControlChannel, first_byte: int, size: int) -> None:
-        """Begin to read into this worker's buffers.
+    def start(
+        self, channel: ControlChannel, first_byte: int, size: int, target: torch.Tensor | None
+    ) -> bool:
+        """Begin to read into this worker's buffers, or to where a tensor is put together.
 
         Raises:
             PeerLost: NIXL cannot reach the sender.
         """
         sender = self._sender
         if sender is None or not size:
-            return
+            return False
         offered = sender.offered
         source = (offered.addresses[0] + first_byte, offered.device, offered.memory)
-        target = self.region.memory[first_byte : first_byte + size]
+        if target is None:
+            target = self.region.memory[first_byte : first_byte + size]
         with as_loss(channel):
-            self._reads[first_byte] = self._agent.read(sender.agent, source, target)
+            read = self._agent.read(sender.agent, source, target)
+            # What is noted is ended, whatever becomes of it.
+            self._reads[first_byte] = read
+            if not read.is_done():
+                return True
+        del self._reads[first_byte]
+        read.release()
+        return False
 
     async def fetch(self, channel: ControlChannel, first_byte: int) -> None:
         """Wait for the read that was begun there.

@@ -43,12 +43,14 @@ from rollsync.shell.refit.engines.greeting import Greeting, Place
 from rollsync.shell.refit.engines.lifelines import HeldLifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
 from rollsync.shell.refit.engines.opening import Expectation, answer_plan
-from rollsync.shell.refit.engines.packing import SLICE_BYTES, StreamUnpacker
 from rollsync.shell.refit.engines.relaying import Relay
-from rollsync.shell.refit.engines.rings import Assembly, RunningChecksum, StreamRing
+from rollsync.shell.refit.engines.rings import Assembly, StreamRing
+from rollsync.shell.refit.engines.unpacking import Expected, StreamUnpacker, Stretch
 
 READS_AHEAD: Final = 2
-"""How many parts are being read at a time, where that is work."""
+"""How many parts are being read at a time, where that goes on beside this worker."""
+
+_News = Expected | TensorsOffered | TensorHashed | StreamEnded
 
 
 async def receive_stream(
@@ -125,9 +127,12 @@ class _Arrivals:
         # it relays to a slower one; and so that one release is said at a time.
         self._settled = self._released = 0
         self._releasing = asyncio.Lock()
-        # What is announced and not handed on yet; of these, how many are being read.
-        self._coming: deque[BucketFilled | TensorsOffered | TensorHashed | StreamEnded] = deque()
+        # What is announced and not handed on yet; of these, how many are being read; and whether
+        # that goes on beside this worker. Where it does not, reading ahead only takes what is to
+        # be loaded next out of the cache.
+        self._coming: deque[_News] = deque()
         self._started = 0
+        self._reads_beside = False
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
         """The tensors as they become whole; a batch is done with when the next is asked for."""
@@ -146,14 +151,15 @@ class _Arrivals:
                 continue
             self._check_contents(part)
             if relay is not None:
-                await relay.pass_on(part, self._ring.ring.position(part.bucket, part.filled_bytes))
+                await relay.pass_on(part.part, part.end)
             whole = self._unpacker.take(part)
             # The next part travels while this one is loaded.
             self._look_ahead()
             if whole:
                 self._enter("loaded", whole[0][0])
                 yield whole
-            self._settled = self._unpacker.settle()
+            self._unpacker.settle(part)
+            self._settled = part.needed_from
             await self._release()
 
     async def _take_directly(self, news: TensorsOffered | TensorHashed) -> None:
@@ -161,36 +167,48 @@ class _Arrivals:
             raise self._channel.unexpected(news)
         await self._direct.take(self._channel, news)
 
-    async def _next(self) -> BucketFilled | TensorsOffered | TensorHashed | StreamEnded:
+    async def _next(self) -> _News:
         """The next part, which has come."""
         channel = self._channel
         if not self._coming:
             self._enter("waited for a bucket")
             self._note(*await channel.receive())
+        self._start_reading(1)
         self._look_ahead()
-        part = self._coming.popleft()
-        if isinstance(part, BucketFilled):
-            self._enter("read a bucket", part.pieces[0].name if part.pieces else "")
-            await self._memory.fetch(channel, self._place(part))
-        if not isinstance(part, StreamEnded):
-            self._started -= 1
-        return part
+        news = self._coming.popleft()
+        self._started -= 1
+        if isinstance(news, Expected):
+            pieces = news.part.pieces
+            self._enter("read a bucket", pieces[0].name if pieces else "")
+            for stretch in news.stretches:
+                await self._memory.fetch(channel, self._ring.place(stretch.begin))
+        return news
 
     def _look_ahead(self) -> None:
         """Begin to read what is announced by now, a few parts at a time."""
+        if not self._reads_beside:
+            return
         while len(self._coming) < READS_AHEAD and (news := self._channel.receive_now()) is not None:
             self._note(*news)
-        while self._started < min(len(self._coming), READS_AHEAD):
-            part = self._coming[self._started]
-            if isinstance(part, StreamEnded):
-                return
-            if isinstance(part, BucketFilled):
-                size = part.filled_bytes - part.begin_bytes
-                self._memory.start(self._channel, self._place(part), size)
+        self._start_reading(READS_AHEAD)
+
+    def _start_reading(self, most: int) -> None:
+        """Let so many of the parts that are announced be on their way."""
+        while self._started < min(len(self._coming), most):
+            news = self._coming[self._started]
+            if isinstance(news, Expected):
+                self._reads_beside = False
+                for stretch in news.stretches:
+                    self._start(stretch)
             self._started += 1
 
-    def _place(self, part: BucketFilled) -> int:
-        return self._ring.place(self._ring.ring.position(part.bucket, part.begin_bytes))
+    def _start(self, stretch: Stretch) -> None:
+        # Those that this worker relays to find everything in its buffers.
+        target = None if self._relay is not None else self._unpacker.place_for(stretch)
+        place = self._ring.place(stretch.begin)
+        size = stretch.end - stretch.begin
+        if self._memory.start(self._channel, place, size, target):
+            self._reads_beside = True
 
     def _note(self, body: ControlBody, message: bytes) -> None:
         """Check an announcement against those before it."""
@@ -213,7 +231,7 @@ class _Arrivals:
             raise self._channel.unexpected(body)
         self._announced_bytes = body.filled_bytes
         self._digest.update(message)
-        self._coming.append(body)
+        self._coming.append(self._unpacker.expect(body))
 
     def _may_close_bucket(self) -> bool:
         """Whether the current bucket is full, but for padding."""
@@ -245,20 +263,14 @@ class _Arrivals:
         if ended != received:
             raise self._damaged(f"sent {ended}, received {received}")
 
-    def _check_contents(self, announced: BucketFilled) -> None:
+    def _check_contents(self, expected: Expected) -> None:
         """Check the part, and copy what the ring cannot hold of a tensor while it is at hand."""
-        ring = self._ring.ring
-        begin = ring.position(announced.bucket, announced.begin_bytes)
-        end = ring.position(announced.bucket, announced.filled_bytes)
+        announced = expected.part
         if announced.checksum is None:
-            self._unpacker.absorb(end)
+            self._unpacker.gather(expected, None)
             return
-        checksum = RunningChecksum(self._ring, begin)
-        step = SLICE_BYTES if self._unpacker.is_assembling else max(end - begin, 1)
-        for position in range(begin, end, step):
-            to = min(position + step, end)
-            checksum.take(to)
-            self._unpacker.absorb(to)
+        checksum = xxhash.xxh3_64()
+        self._unpacker.gather(expected, checksum)
         found = checksum.hexdigest()
         if found != announced.checksum:
             raise self._damaged(

@@ -129,8 +129,24 @@ class Assembly:
         if len(self.memory) < size or self.memory.device != device:
             # The old memory goes first, so that both are never there at once.
             self.release()
-            self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+            self.memory = self._make(size, device)
             self._host = _host_view(self.memory)
+
+    def _make(self, size: int, device: torch.device) -> torch.Tensor:
+        """New memory."""
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    @property
+    def can_be_read_into(self) -> bool:
+        """Whether a receiver can read what is not in its buffers to here."""
+        return False
+
+    def host_bytes(self, start: int, size: int) -> memoryview:
+        """What lies there, for the host; a copy if that is in a device's memory."""
+        if self._host is None:
+            copied: memoryview = self.memory[start : start + size].cpu().numpy().data
+            return copied
+        return self._host[start : start + size]
 
     def put(self, start: int, ring: StreamRing, position: int, size: int) -> None:
         """Copy `size` bytes that lie at `position` to where the tensor's from `start` on are."""

@@ -1,0 +1,314 @@
+"""Tensors out of the buckets of one stream; the other way round is `packing`.
+
+A part of a bucket is looked at twice. When it is announced, it is found out what it will bring and
+where that will lie; when it has come, that is checked, put together and handed out.
+
+Rules kept here: an announcement is checked against the packing rules (order, offsets, coverage)
+before any byte of it is read; and one tensor at a time has the memory in which those are put
+together that the ring cannot hold, until the batch with it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from rollsync.pure.refit import (
+    DTYPE_BYTES,
+    Chunk,
+    Cursor,
+    TensorSpec,
+    check_tensor,
+    describe,
+    place_tensor,
+)
+from rollsync.pure.refit.control import BucketFilled, Piece
+from rollsync.shell.refit.engines.base import Batch
+from rollsync.shell.refit.engines.packing import SLICE_BYTES, StreamError, take_name
+from rollsync.shell.refit.engines.rings import Assembly, StreamRing
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of that name.
+
+    Raises:
+        StreamError: torch has none.
+    """
+    dtype = getattr(torch, name, None) if name in DTYPE_BYTES else None
+    if not isinstance(dtype, torch.dtype):
+        raise StreamError(f"there is no dtype {name!r}", remedy="run the same torch on both sides")
+    return dtype
+
+
+class Incoming:
+    """A tensor that was announced, at the place that the packing rules give it.
+
+    Args:
+        spec: what it is.
+        chunks: the pieces that it is cut into.
+        start: the position of its first byte.
+        size: bytes of it.
+        stays: whether it is left in the ring until it is whole.
+    """
+
+    __slots__ = ("_announced", "_chunks", "size", "spec", "start", "stays")
+
+    def __init__(
+        self, spec: TensorSpec, chunks: tuple[Chunk, ...], start: int, size: int, *, stays: bool
+    ) -> None:
+        self.spec = spec
+        self.start = start
+        self.size = size
+        self.stays = stays
+        self._chunks = chunks
+        self._announced = 0
+
+    @property
+    def end(self) -> int:
+        """The position behind its last byte."""
+        return self.start + self.size
+
+    def expects(self, bucket: int, piece: Piece) -> bool:
+        """Whether `piece` is the next chunk of this tensor; if so, it is taken for announced."""
+        if self._announced == len(self._chunks):
+            return False
+        chunk, spec = self._chunks[self._announced], self.spec
+        self._announced += 1
+        return (
+            chunk.bucket == bucket
+            and chunk.offset == piece.offset
+            and chunk.chunk_offset == piece.chunk_offset
+            and chunk.chunk_bytes == piece.chunk_bytes
+            and piece.name == spec.name
+            and piece.shape == spec.shape
+            and piece.dtype == spec.dtype
+        )
+
+    def is_whole(self, end: int) -> bool:
+        """Whether all of it was announced and lies before `end`."""
+        return self._announced == len(self._chunks) and self.start + self.size <= end
+
+
+class Stretch:
+    """Consecutive bytes of a part that have one fate.
+
+    Args:
+        begin: the position of the first.
+        end: the position behind the last.
+        tensor: the tensor that they are of, if the ring cannot hold it; None: they stay there.
+    """
+
+    __slots__ = ("begin", "end", "is_in_place", "tensor")
+
+    def __init__(self, begin: int, end: int, tensor: Incoming | None) -> None:
+        self.begin = begin
+        self.end = end
+        self.tensor = tensor
+        self.is_in_place = tensor is None
+        """Whether they are, or are read to, where their tensor will be whole."""
+
+
+class Expected:
+    """What an announced part brings.
+
+    Args:
+        part: the announcement.
+        begin: the position at which it begins.
+        end: the position at which it ends.
+    """
+
+    __slots__ = ("begin", "end", "needed_from", "part", "stretches", "whole")
+
+    def __init__(self, part: BucketFilled, begin: int, end: int) -> None:
+        self.part = part
+        self.begin = begin
+        self.end = end
+        self.needed_from = end
+        """Before which position nothing is needed once its tensors are loaded."""
+        self.whole: list[tuple[str, Incoming]] = []
+        """The tensors that are whole with it, each also under its further names."""
+        self.stretches: list[Stretch] = []
+        """All of its bytes, in order."""
+
+
+class StreamUnpacker:
+    """Rebuilds the tensors of one stream from the parts of its buckets.
+
+    Args:
+        ring: where the parts lie.
+        assembly: memory for tensors that the ring cannot hold.
+    """
+
+    def __init__(self, ring: StreamRing, assembly: Assembly) -> None:
+        self._ring = ring
+        self._assembly = assembly
+        self._assembled: Incoming | None = None
+        """Whose that memory is."""
+        self._bucket_bytes = ring.ring.bucket_bytes
+        self._cursor = Cursor()
+        self._names: set[str] = set()
+        self._unfinished: Incoming | None = None
+        self._end = 0
+        self.tensors = 0
+        self.payload_bytes = 0
+
+    def expect(self, part: BucketFilled) -> Expected:
+        """What the next part brings.
+
+        Raises:
+            StreamError: the pieces are not those that the packing rules put there, or an alias is
+                of no tensor that is whole with this part.
+        """
+        further: dict[str, list[str]] = {}
+        for alias in part.aliases:
+            further.setdefault(alias.tensor, []).append(alias.name)
+        ring = self._ring.ring
+        begin = ring.position(part.bucket, part.begin_bytes)
+        end = ring.position(part.bucket, part.filled_bytes)
+        if begin != self._end and self._unfinished is not None:
+            raise StreamError(f"tensor {self._unfinished.spec.name!r} has a hole")
+        self._end = end
+        expected = Expected(part, begin, end)
+        large = [] if self._unfinished is None or self._unfinished.stays else [self._unfinished]
+        self._finish(expected, further)
+        for piece in part.pieces:
+            if piece.chunk_offset == 0:
+                self._begin(piece)
+            unfinished = self._unfinished
+            if (
+                unfinished is None
+                or piece.offset > part.filled_bytes
+                or not unfinished.expects(part.bucket, piece)
+            ):
+                raise StreamError(
+                    f"tensor {piece.name!r}: a chunk at byte {piece.chunk_offset} of bucket"
+                    f" {part.bucket} is out of place"
+                )
+            if not unfinished.stays and piece.chunk_offset == 0:
+                large.append(unfinished)
+            self._finish(expected, further)
+        for tensor, names in further.items():
+            raise StreamError(f"{names[0]!r} is named for {tensor!r}, which is not whole with it")
+        if self._unfinished is not None and self._unfinished.stays:
+            expected.needed_from = self._unfinished.start
+        _divide(expected, large)
+        return expected
+
+    def place_for(self, stretch: Stretch) -> torch.Tensor | None:
+        """Where `stretch` is to be read to, before it is; None: to its place in the ring."""
+        tensor = stretch.tensor
+        if tensor is None or not self._assembly.can_be_read_into or not self._has_room(tensor):
+            return None
+        stretch.is_in_place = True
+        first = stretch.begin - tensor.start
+        return self._assembly.memory[first : first + stretch.end - stretch.begin]
+
+    def gather(self, expected: Expected, checksum: xxhash.xxh3_64 | None) -> None:
+        """Hash what has come, and copy what of it the ring cannot hold while it is at hand."""
+        for stretch in expected.stretches:
+            tensor = stretch.tensor
+            if tensor is None or stretch.is_in_place or not self._has_room(tensor):
+                if checksum is not None:
+                    checksum.update(self._bytes(stretch))
+                continue
+            step = max(stretch.end - stretch.begin, 1) if checksum is None else SLICE_BYTES
+            for position in range(stretch.begin, stretch.end, step):
+                size = min(step, stretch.end - position)
+                if checksum is not None:
+                    checksum.update(self._ring.host_bytes(position, size))
+                self._assembly.put(position - tensor.start, self._ring, position, size)
+            stretch.is_in_place = True
+
+    def take(self, expected: Expected) -> Batch:
+        """The tensors that are whole with a part which was gathered, each also under its further
+        names: views of the ring, except for one that the ring cannot hold."""
+        whole: Batch = []
+        last: Incoming | None = None
+        for name, tensor in expected.whole:
+            # Further names follow the first one.
+            made = whole[-1][1] if tensor is last else self._made(tensor)
+            whole.append((name, made))
+            last = tensor
+        return whole
+
+    def settle(self, expected: Expected) -> None:
+        """The tensors of `take` are loaded: the memory in which one was put together is free for
+        the next, which may have begun in the same part."""
+        if self._assembled is not None and self._assembled.end <= expected.end:
+            self._assembled = None
+        self.gather(expected, None)
+
+    def check_complete(self) -> None:
+        """Raise `StreamError` if the last tensor is not whole."""
+        if self._unfinished is not None:
+            raise StreamError(f"tensor {self._unfinished.spec.name!r} ended before its last byte")
+
+    def _begin(self, piece: Piece) -> None:
+        spec = TensorSpec(piece.name, piece.shape, piece.dtype)
+        mistake = check_tensor(spec, self._names)
+        if mistake is not None:
+            raise StreamError(describe(mistake))
+        self.check_complete()
+        self._names.add(piece.name)
+        self._cursor, chunks = place_tensor(self._cursor, spec, self._bucket_bytes)
+        start = self._ring.ring.position(chunks[0].bucket, chunks[0].offset)
+        size = piece.chunk_bytes if len(chunks) == 1 else spec.tensor_bytes
+        stays = len(chunks) == 1 or self._ring.ring.holds(start, size)
+        self._unfinished = Incoming(spec, chunks, start, size, stays=stays)
+
+    def _finish(self, expected: Expected, further: dict[str, list[str]]) -> None:
+        """Note that the tensor that is under way is whole if all of it lies in the part."""
+        unfinished = self._unfinished
+        if unfinished is None or not unfinished.is_whole(expected.end):
+            return
+        self._unfinished = None
+        self.tensors += 1
+        self.payload_bytes += unfinished.size
+        name = unfinished.spec.name
+        expected.whole.append((name, unfinished))
+        if further:
+            for alias in further.pop(name, ()):
+                take_name(alias, self._names)
+                expected.whole.append((alias, unfinished))
+
+    def _has_room(self, tensor: Incoming) -> bool:
+        """Whether the memory for putting together is this tensor's, now if not before."""
+        if self._assembled is None:
+            self._assembled = tensor
+            self._assembly.reserve(tensor.size, self._ring.device)
+        return self._assembled is tensor
+
+    def _bytes(self, stretch: Stretch) -> memoryview:
+        size = stretch.end - stretch.begin
+        if stretch.tensor is not None and stretch.is_in_place:
+            return self._assembly.host_bytes(stretch.begin - stretch.tensor.start, size)
+        return self._ring.host_bytes(stretch.begin, size)
+
+    def _made(self, tensor: Incoming) -> torch.Tensor:
+        """All of a tensor."""
+        dtype, shape = dtype_of(tensor.spec.dtype), tensor.spec.shape
+        if not tensor.size:
+            return torch.empty(shape, dtype=dtype, device=self._ring.device)
+        if tensor.stays:
+            return self._ring.tensor(dtype, shape, tensor.start, tensor.size)
+        return self._assembly.memory[: tensor.size].view(dtype).view(shape)
+
+
+def _divide(expected: Expected, tensors: Sequence[Incoming]) -> None:
+    """Find out which bytes of a part are of tensors that the ring cannot hold.
+
+    Args:
+        tensors: those that it has bytes of, in order.
+    """
+    at = expected.begin
+    for tensor in tensors:
+        if tensor.start < expected.end:
+            begin = max(tensor.start, at)
+            if at < begin:
+                expected.stretches.append(Stretch(at, begin, None))
+            at = min(tensor.end, expected.end)
+            expected.stretches.append(Stretch(begin, at, tensor))
+    if at < expected.end:
+        expected.stretches.append(Stretch(at, expected.end, None))
