@@ -1,6 +1,6 @@
 """vLLM's own weight transfer with rollsync as its backend: an engine's actor and a trainer's."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -72,7 +72,14 @@ def _received_bytes(worker: Any) -> int:
 class NativeTrainer(TinyPolicy):
     """A trainer that drives vLLM's calls."""
 
-    def connect(self, engine: Any, backend_options: dict[str, Any]) -> None:
+    def connect(
+        self,
+        engine: Any,
+        backend_options: dict[str, Any],
+        held_names: Collection[str] | None = None,
+    ) -> None:
+        """Meets the engine's workers, with a source that says that it has these weights here; None
+        for all."""
         from vllm.distributed.weight_transfer import (
             ModuleSource,
             RayVLLMWeightSyncClient,
@@ -92,6 +99,9 @@ class NativeTrainer(TinyPolicy):
                     if sent == trainer.fail_after:
                         raise ArithmeticError(f"the iterator broke at {item[0]}")
                     yield item
+
+            def held_names(self) -> Collection[str] | None:
+                return held_names
 
         register()
         self._transfer: Any = WeightTransferTrainerFactory.trainer_init(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from rollsync.shell.refit.errors import EngineNotServing
+from rollsync.shell.refit.errors import EngineNotServing, RefitConfigurationError, RefitError
 from tests.shell.refit.native_backend import NativeTrainer, NativeVllm
 from tests.shell.refit.tiny_models import save_model
 from tests.shell.refit.vllm_engines import (
@@ -39,6 +39,8 @@ def test_start_update_and_finish_move_to_each_rank_what_it_keeps(tmp_path: Path)
     )
     trainer: Any = ray.remote(NativeTrainer).options(num_cpus=0).remote(tied=True, vocabulary=128)
     options = {"engine": "shm", "bucket_size_bytes": MEBIBYTE, "rollout_world_size": 2}
+    with pytest.raises(RefitConfigurationError, match="only part of the weights"):
+        ray.get(trainer.connect.remote(engine, options, held_names=["lm_head.weight"]))
     ray.get(trainer.connect.remote(engine, options))
     received: list[list[int]] = []
     for _ in range(3):
@@ -85,6 +87,9 @@ def test_an_update_that_breaks_in_the_middle_is_made_good_or_ends_the_engine(
         ray.get(trainer.send.remote())
     with pytest.raises(EngineNotServing, match="mixture"):
         ray.get(engine.answer.remote(version))
+    ray.get(engine.start_weight_update.remote())
+    with pytest.raises(RefitError, match="before a whole stream of weights has come"):
+        ray.get(engine.finish_weight_update.remote())
     ray.kill(engine)
 
 
