@@ -393,6 +393,8 @@ EDGES: list[tuple[RolloutState, Rule | None]] = [
     (with_shortfall(later(), 1, 0), Rule.SHORTFALL),
     (with_shortfall(claiming(later()), 0, 1), Rule.SHORTFALL),
     (with_shortfall(claiming(later()), 1, 1), None),
+    # Names: an entry under another key than that of its prompt.
+    (with_ready(later(), "e0p2", prompt=prompt(9)), Rule.KEYS_AGREE),
     # Rows.
     (with_ready(later(), "e0p2", sample_ids=("e0p2/0",)), Rule.ROW_COUNTS),
     (with_ready(later(), "e0p2", lengths=(5,)), Rule.ROW_COUNTS),

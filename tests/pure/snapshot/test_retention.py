@@ -166,7 +166,7 @@ def test_a_checkpoint_stays_for_the_snapshot_that_was_resumed_from() -> None:
 
 def test_a_checkpoint_that_stays_for_a_snapshot_keeps_its_own_segments() -> None:
     listing = (bundle(1, 0, WHOLE, ("a",)), bundle(1, 1, WHOLE, ("b",)), bundle(2, 0, WHOLE, ()))
-    plan = plan_retention(listing, limits(1, 1), protected=[place(1, 1)], segments=SEGMENTS)
+    plan = plan_retention(listing, limits(1, 1), protected=[place(1, 1)], segments=SEGMENTS[::-1])
     assert plan == RetentionPlan(anchors=(), snapshots=(), segments=("c", "d"))
 
 

@@ -284,12 +284,17 @@ async def test_random_crowds_with_cancellations_keep_the_rules(seed: int) -> Non
 @pytest.mark.asyncio
 async def test_telemetry_counts_kinds_waits_and_holds_since_the_last_reading() -> None:
     barrier = DataPlaneCheckpointBarrier()
+    began_s = asyncio.get_running_loop().time()
     cut, waiting = await visitors(barrier, [], "cut", "a")
     await asyncio.sleep(0.02)
     await cut.leave()
     await waiting.leave()
+    took_s = asyncio.get_running_loop().time() - began_s
     seen = barrier.take_telemetry()
     assert seen.mutations == {OTHER: 1}
+    assert seen.mutation_wait_s <= took_s
+    assert seen.checkpoint_hold_s <= took_s
+    assert 0 <= seen.checkpoint_wait_s <= took_s - seen.checkpoint_hold_s
     assert seen.checkpoints == 1
     assert 0 < seen.longest_mutation_wait_s <= seen.mutation_wait_s
     assert 0 < seen.longest_checkpoint_hold_s <= seen.checkpoint_hold_s

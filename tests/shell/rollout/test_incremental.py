@@ -18,9 +18,9 @@ from rollsync.pure.config import CheckpointingConfig, RetentionConfig
 from rollsync.pure.rollout.capture import capture
 from rollsync.pure.rollout.checkpointing import CheckpointKind, TQReplayMetadataState
 from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason as Reason
-from rollsync.pure.rollout.events import GroupsClaimed
+from rollsync.pure.rollout.events import GroupsClaimed, ReserveDrawn
 from rollsync.pure.rollout.inventory import owned_rows
-from rollsync.pure.rollout.state import RolloutState
+from rollsync.pure.rollout.state import RecoveryGranularity, RolloutState
 from rollsync.pure.snapshot.chain import MAX_DIFFERENCES
 from rollsync.shell.cli import main
 from rollsync.shell.files import read_state
@@ -91,6 +91,15 @@ async def live(world: World) -> list[RolloutState]:
     states.append(await save(world))
     states.append(await save(world))
     await world.do(reserve(32))
+    states.append(await save(world))
+    await world.do(spare(33, 34))
+    states.append(await save(world))
+    # The save before has these spares; no event names the groups that they become.
+    await world.do(drop("e0p12", 0))
+    states.append(await save(world))
+    await world.do(
+        ReserveDrawn(count=1, granularity=RecoveryGranularity.SIBLING, expected_generations=2)
+    )
     states.append(await save(world))
     return states
 
