@@ -11,7 +11,12 @@ from returns.pipeline import is_successful
 from rpds import HashTrieMap, Queue
 
 from rollsync.pure.rollout.diff import MapDiff, ReserveDiff, diff, diff_lines, patch
-from rollsync.pure.rollout.events import FinalizationStarted, GroupsClaimed, RowsCleared
+from rollsync.pure.rollout.events import (
+    FinalizationStarted,
+    GroupsClaimed,
+    OptimizerCommitOpened,
+    RowsCleared,
+)
 from rollsync.pure.rollout.state import FinalizedReward, RolloutState
 from rollsync.pure.rollout.transitions import apply
 from tests.pure.rollout.events_kit import (
@@ -61,6 +66,22 @@ def test_any_state_of_a_run_can_be_patched_into_any_other() -> None:
         for b in states:
             assert patch(a, diff(a, b)) == b
             assert diff(a, b).is_empty is (a == b)
+
+
+def test_equal_records_are_no_difference_whichever_objects_they_are() -> None:
+    """States that were read from two files share nothing."""
+    state = history()[6]
+    copied = replace(
+        state,
+        ledger=replace(
+            state.ledger,
+            groups=HashTrieMap({key: replace(each) for key, each in state.ledger.groups.items()}),
+        ),
+        replay=HashTrieMap({key: replace(each) for key, each in state.replay.items()}),
+        outcomes=HashTrieMap({key: replace(each) for key, each in state.outcomes.items()}),
+    )
+    assert len(copied.replay) == 1
+    assert diff(state, copied).is_empty
 
 
 def test_a_small_change_of_a_large_state_is_small() -> None:
@@ -130,3 +151,26 @@ def test_what_is_printed() -> None:
         "progress: now 1 training steps, weight version 1, epoch 0",
     ):
         assert expected in lines
+
+
+def test_what_goes_is_printed_as_what_comes() -> None:
+    states = history()
+    lines = "\n".join(line for a, b in pairwise(states) for line in diff_lines(diff(b, a)))
+    for expected in (
+        "open training step: now none",
+        "reserve: + e0p3",
+        "shortfall of target step 0: now none",
+        "rows to clear: + 0 - ",
+        "finalizer metrics: + 0 - 1 groups",
+        "finalizer rewards: + 0 - 1 groups",
+        "ledger: - e0p0",
+        "replay: - e0p0",
+        "outcome: e0p1 withdrawn",
+        "dispatch index: now -1",
+        "next commit index: now 0",
+    ):
+        assert expected in lines
+    stamped = diff(fresh(stamped=False), fresh(stamped=True))
+    assert diff_lines(stamped) == ("sampler stamps target steps: now True",)
+    opened = diff(states[-3], after(states[-3], OptimizerCommitOpened(step=1)))
+    assert diff_lines(opened) == ("open training step: now 1, 2 claims, commit window open",)

@@ -36,7 +36,8 @@ from rollsync.pure.rollout.state import Dropped, PromptPlace
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.rollout import segments
 from rollsync.shell.rollout.captured import DATA_PLANE_FILE, REPLAY_METADATA_FILE
-from rollsync.shell.rollout.data_plane import InProcessDataPlane, Row, StoredRow, Tags
+from rollsync.shell.rollout.data_plane import InProcessDataPlane, PinnedRows, Row, StoredRow, Tags
+from rollsync.shell.rollout.errors import DataPlaneError
 from rollsync.shell.rollout.segments import SegmentError, decode_segment
 from tests.pure.rollout.events_kit import admit, dispatch, reserve
 from tests.shell.rollout.cancelling import is_free
@@ -446,6 +447,26 @@ async def test_rows_are_put_in_portions_with_their_tags(
         "rollout_checkpoint/planned_groups": 2.0,
         "rollout_checkpoint/continued_episodes": 0.0,
     }
+
+
+@pytest.mark.asyncio
+async def test_a_restore_holds_back_no_write_once_it_is_done(tmp_path: Path) -> None:
+    class Plane(InProcessDataPlane):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pins: list[PinnedRows] = []
+
+        def pin(self, partition_id: str) -> PinnedRows:
+            self.pins.append(super().pin(partition_id))
+            return self.pins[-1]
+
+    await saved(tmp_path)
+    plane = Plane()
+    await World(tmp_path, plane=plane).restore()
+    assert plane.pins
+    for pinned in plane.pins:
+        with pytest.raises(DataPlaneError, match="the pin is released"):
+            pinned.revisions(())
 
 
 @pytest.mark.asyncio

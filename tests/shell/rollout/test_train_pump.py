@@ -32,6 +32,17 @@ from tests.shell.rollout.pumps import SOON_S, Pumps
 from tests.shell.rollout.world import PARTITION, World
 
 STEP = ["compute", "apply", "sync", "save"]
+STEP_EVENTS = ["GroupsClaimed", "OptimizerCommitOpened", "StepCommitted"]
+
+
+def record_step(pumps: Pumps) -> None:
+    """Note a step's events among the trainer's calls."""
+
+    def saw(event: RolloutEvent, _: RolloutState) -> None:
+        if type(event).__name__ in STEP_EVENTS:
+            pumps.trainer.calls.append(type(event).__name__)
+
+    pumps.world.cell.listen(saw)
 
 
 def pumps_over(tmp_path: Path, *, max_steps: int = 2, every: int = 1) -> Pumps:
@@ -109,16 +120,10 @@ async def test_told_to_stop_before_the_first_step_it_saves_nothing(tmp_path: Pat
 @pytest.mark.asyncio
 async def test_a_step_changes_weights_only_inside_its_commit_window(tmp_path: Path) -> None:
     pumps = pumps_over(tmp_path, max_steps=1)
-    step = (GroupsClaimed, OptimizerCommitOpened, StepCommitted)
-
-    def saw(event: RolloutEvent, _: RolloutState) -> None:
-        if isinstance(event, step):
-            pumps.trainer.calls.append(type(event).__name__)
-
-    pumps.world.cell.listen(saw)
+    record_step(pumps)
     async with pumps.rolling():
         await pumps.training.run()
-    before, window, after = (kind.__name__ for kind in step)
+    before, window, after = STEP_EVENTS
     assert pumps.trainer.calls == [before, "compute", window, "apply", after, "sync", "save"]
 
 
@@ -186,6 +191,16 @@ async def test_checkpoints_are_made_every_so_many_steps_and_after_the_last(tmp_p
 
 
 @pytest.mark.asyncio
+async def test_what_waits_for_the_weights_is_told_of_their_sync(tmp_path: Path) -> None:
+    """As the rollout pump does before it admits another batch; nothing else happens meanwhile."""
+    pumps = pumps_over(tmp_path)
+    seen = pumps.changes.version
+    await pumps.training.sync_weights()
+    async with asyncio.timeout(SOON_S):
+        await pumps.changes.wait_past(seen)
+
+
+@pytest.mark.asyncio
 async def test_what_has_grown_too_old_is_dropped_and_not_trained(tmp_path: Path) -> None:
     pumps = pumps_over(tmp_path, max_steps=9)
     world = pumps.world
@@ -211,9 +226,11 @@ async def test_a_batch_that_lost_every_group_is_a_step_without_training(tmp_path
     pumps = Pumps(world, tmp_path, max_steps=1)
     await world.admit(0, 1)
     await world.do(drop("e0p0", 0), drop("e0p1", 0))
+    record_step(pumps)
     async with asyncio.timeout(SOON_S):
         assert (await pumps.training.run()).completed
-    assert pumps.trainer.calls == ["skip", "sync", "save"]
+    before, window, after = STEP_EVENTS
+    assert pumps.trainer.calls == [before, window, "skip", after, "sync", "save"]
     assert world.state.progress == TrainingProgress(train_steps=1, trainer_version=1)
     assert [each for each in pumps.entries if isinstance(each, StepTrained)] == [
         StepTrained(step=1, prompt_ids=(), mean_reward=None, loss=None, weight_versions=())

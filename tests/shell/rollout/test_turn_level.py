@@ -92,6 +92,19 @@ async def test_without_the_environment_its_episodes_begin_again(tmp_path: Path) 
     assert [each.sibling_index for each in restored.plan.dispatches] == [0, 1]
 
 
+@pytest.mark.asyncio
+async def test_a_run_that_had_no_environment_to_save_may_resume_with_one(tmp_path: Path) -> None:
+    world = World(tmp_path, environment=NoEnvironmentCheckpoint())
+    await world.admit(0)
+    await world.do(dispatch("e0p0", 0))
+    assert (await world.snapshotter.save_rollout_snapshot()).saved
+    async with game() as playing:
+        restored = await World(tmp_path, environment=playing).restore()
+        assert restored is not None
+        assert restored.continued == frozenset()
+        assert [each.sibling_index for each in restored.plan.dispatches] == [0, 1]
+
+
 class OtherRules(GuessingGame):
     @property
     def fingerprint(self) -> str | None:

@@ -204,6 +204,16 @@ def test_the_mount_table_names_the_file_system() -> None:
     assert _mounted_type("", "/") == "unknown"
 
 
+def test_without_a_mount_table_the_type_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, encoding: str, errors: str) -> str:
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert FILES.type_name(tmp_path) == "unknown"
+
+
 def test_this_machines_file_system_will_do(tmp_path: Path) -> None:
     require_suitable(FILES, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -8,10 +8,13 @@ import pytest
 
 from rollsync.shell.store import StoreError
 from tests.shell.store.kit import (
+    STATE,
     chosen_save,
     config,
+    names,
     save_checkpoint,
     save_snapshot,
+    state_of,
     store_at,
 )
 
@@ -39,6 +42,39 @@ def test_the_newest_save_is_chosen_with_its_files_rows_and_weights(tmp_path: Pat
     rows = [bundle.read_segment(name) for name in bundle.facts.segments]
     assert rows == [b"rows b", b"rows c"]
     assert chosen_save(store_at(tmp_path)) == 3
+
+
+def test_only_what_a_bundle_lists_is_read_through_it(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save_snapshot(store, 0, 1, b"rows of the first")
+    path = save_snapshot(store, 0, 2, b"rows")
+    (other,) = (
+        name
+        for name in names(tmp_path / "segments")
+        if (tmp_path / "segments" / name).read_bytes() == b"rows of the first"
+    )
+    (path / "notes").write_bytes(b"mine")
+    bundle = store_at(tmp_path).choose().bundle
+    assert bundle is not None
+    with pytest.raises(StoreError, match=f"it lists no segment {other}"):
+        bundle.read_segment(other)
+    with pytest.raises(StoreError, match="no file of the bundle"):
+        bundle.read("notes")
+
+
+def test_what_changed_since_it_was_verified_is_not_read(tmp_path: Path) -> None:
+    path = save_snapshot(store_at(tmp_path), 0, 1, b"rows")
+    bundle = store_at(tmp_path).choose().bundle
+    assert bundle is not None
+    (segment,) = bundle.facts.segments
+    (path / STATE).write_bytes(state_of(2))
+    (tmp_path / "segments" / segment).write_bytes(b"ROWS")
+    for read in (lambda: bundle.read(STATE), lambda: bundle.read_segment(segment)):
+        with pytest.raises(StoreError, match="it is not what was verified"):
+            read()
+    (path / STATE).unlink()
+    with pytest.raises(StoreError, match="No such file"):
+        bundle.read(STATE)
 
 
 def test_another_configuration_or_dataset_is_refused_by_name(tmp_path: Path) -> None:
