@@ -69,9 +69,10 @@ def test_what_changed_since_it_was_verified_is_not_read(tmp_path: Path) -> None:
     (segment,) = bundle.facts.segments
     (path / STATE).write_bytes(state_of(2))
     (tmp_path / "segments" / segment).write_bytes(b"ROWS")
-    for read in (lambda: bundle.read(STATE), lambda: bundle.read_segment(segment)):
-        with pytest.raises(StoreError, match="it is not what was verified"):
-            read()
+    with pytest.raises(StoreError, match="it is not what was verified"):
+        bundle.read(STATE)
+    with pytest.raises(StoreError, match="it is not what was verified"):
+        bundle.read_segment(segment)
     (path / STATE).unlink()
     with pytest.raises(StoreError, match="No such file"):
         bundle.read(STATE)
