@@ -6,6 +6,7 @@ A traceback, or a command that waits for a pipe to be written to, would be a fai
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -229,6 +230,9 @@ def test_what_cannot_be_read_is_a_problem_and_not_an_end(
     assert not report.is_whole
     told = [*report.problems, *(each.problem for each in report.bundles if each.problem)]
     assert any("Input/output error" in each for each in told)
+    if call == "list_directory":
+        named = {each.partition(" cannot be listed: ")[0] for each in told}
+        assert any(re.search(where, each) for each in named), named
     assert not any("Errno" in each for each in told)
     assert len(set(told)) == len(told) or call == "read"
     before = [path for path in run_directory.rglob("*") if path.is_file()]
