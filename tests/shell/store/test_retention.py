@@ -54,6 +54,21 @@ def test_snapshots_from_before_a_resume_count(tmp_path: Path) -> None:
     assert store.prune() == ("bootstrap/snapshots/000001", "bootstrap/snapshots/000002")
 
 
+def test_what_was_passed_over_at_one_choice_counts_when_the_next_one_takes_it(
+    tmp_path: Path,
+) -> None:
+    store = store_at(tmp_path, snapshots_per_checkpoint=1)
+    save_snapshot(store, 0, 1)
+    save_snapshot(store, 0, 2)
+    newest = save_snapshot(store, 0, 3) / STATE
+    newest.write_bytes(state_of(9))
+    assert chosen_save(store) == 2
+    newest.write_bytes(state_of(3))
+    assert chosen_save(store) == 3
+    store.prune()
+    assert names(tmp_path / "bootstrap" / "snapshots") == ["000003"]
+
+
 def test_a_segment_of_a_save_under_way_stays(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save_snapshot(store, 0, 1)

@@ -109,6 +109,29 @@ def test_a_damaged_segment_is_written_again_and_heals_its_snapshots(tmp_path: Pa
     assert names(tmp_path / "segments") == [segment.name]
 
 
+def test_a_choice_believes_only_what_it_reads(tmp_path: Path) -> None:
+    """Also that of a process which has written or verified all of it before."""
+    store = store_at(tmp_path)
+    checkpoint = save_checkpoint(store, 1, 1)
+    path = save_snapshot(store, 1, 2, b"rows a")
+    assert chosen_save(store) == 2
+    segment = next((tmp_path / "segments").iterdir())
+    for damaged in (path / STATE, segment, checkpoint / "trainer" / WEIGHTS):
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:-1] + b"?")
+        if damaged == segment:
+            assert chosen_save(store) == 1
+            store.put_segment(b"rows a")
+            assert segment.read_bytes() == whole
+        elif damaged.parent == path:
+            assert chosen_save(store) == 1
+        else:
+            with pytest.raises(StoreError, match="other content"):
+                store.choose()
+        damaged.write_bytes(whole)
+        assert chosen_save(store) == 2
+
+
 def test_a_bundle_without_one_of_its_segments_is_not_published(tmp_path: Path) -> None:
     draft = store_at(tmp_path).begin(SNAPSHOT, 0)
     with pytest.raises(FileNotFoundError):
