@@ -84,6 +84,23 @@ def test_equal_records_are_no_difference_whichever_objects_they_are() -> None:
     assert diff(state, copied).is_empty
 
 
+def test_what_is_put_is_sorted_whatever_the_order_of_a_map() -> None:
+    """So that equal differences have equal bytes."""
+    names = [f"metric-{number}" for number in range(9)]
+    group_ids = [f"e0p{number}" for number in range(9)]
+    first = after(fresh(), reserve(*range(9)))
+    ready = made_ready(after(first, admit(first, *range(9))), *group_ids)
+    metrics = HashTrieMap({each: HashTrieMap(dict.fromkeys(names, 1.0)) for each in group_ids})
+    full = replace(ready, runtime=replace(ready.runtime, finalizer_metrics_by_group=metrics))
+    there, back = diff(fresh(), full), diff(full, fresh())
+    for part in (there.replay, there.finalizer_metrics):
+        assert [key for key, _ in part.put] == group_ids
+    assert all([name for name, _ in each] == names for _, each in there.finalizer_metrics.put)
+    assert back.replay.removed == back.finalizer_metrics.removed == tuple(group_ids)
+    for rows in (there.rows_to_clear.added, back.rows_to_clear.removed):
+        assert list(rows) == sorted(full.rows_to_clear)
+
+
 def test_a_small_change_of_a_large_state_is_small() -> None:
     state = after(fresh(), reserve(*range(500)))
     state = after(state, admit(state, *range(500)))

@@ -111,3 +111,23 @@ def test_of_many_rows_some_are_named_and_the_others_counted() -> None:
     for count, listed in ((5, "r0, r1, r2, r3, r4"), (7, "r0, r1, r2, r3, r4 and 2 more")):
         problem = RowsUnowned(keys=tuple(f"r{number}" for number in range(count)))
         assert describe_problem(problem) == f"rows that no group owns: {listed}"
+
+
+def test_rows_are_listed_in_order_whatever_the_order_of_groups() -> None:
+    positions = range(12)
+    state = admitted(*positions)
+    state = made_ready(state, *(f"e0p{position}" for position in positions if position % 2))
+    for position in positions:
+        if position % 2 == 0:
+            state = after(state, dispatch(f"e0p{position}", 0), seal(f"e0p{position}", 0))
+    strangers = [f"other{number}" for number in reversed(range(9))]
+    inventory = take_inventory(state, strangers)
+    assert owned_rows(state) == tuple(sorted(owned_rows(state)))
+    assert inventory.replay_rows == tuple(sorted(inventory.replay_rows))
+    assert inventory.staging_rows == tuple(sorted(inventory.staging_rows))
+    assert set(owned_rows(state)) == {*inventory.replay_rows, *inventory.staging_rows}
+    assert inventory.unowned == tuple(sorted(strangers))
+    assert [each.group_id for each in inventory.missing] == sorted(
+        f"e0p{position}" for position in positions
+    )
+    assert (inventory.admitted_group_count, inventory.replay_group_count) == (6, 6)

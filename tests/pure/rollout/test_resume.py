@@ -148,6 +148,22 @@ def test_a_prompt_group_is_restarted_whole() -> None:
     assert [each.sibling_index for each in plan.dispatches] == [0, 1]
 
 
+def test_a_prompt_group_that_has_all_its_siblings_goes_to_finalization() -> None:
+    batch = replace(reserve(0), granularity=RecoveryGranularity.PROMPT_GROUP)
+    state = after(fresh(), batch)
+    state = after(state, admit(state, 0), *generate("e0p0"))
+    plan = plan_resume(state, policy())
+    assert plan.groups == (SiblingsResumed(group_id="e0p0", sealed=(0, 1), regenerate=()),)
+    assert plan.to_finalize == ("e0p0",)
+    assert plan.events == ()
+
+
+def test_a_poison_prompt_that_has_all_its_siblings_is_not_dropped() -> None:
+    state = after(admitted(0), *generate("e0p0"))
+    plan = plan_resume(state, policy(max_recoveries=0))
+    assert plan.to_finalize == ("e0p0",)
+
+
 def test_an_unloaded_buffer_is_generated_again_in_its_batches() -> None:
     state = made_ready(admitted(0, 1, stamped=True), "e0p0", "e0p1")
     plan = plan_resume(state, policy(sampler=InOrderSampler(), load_buffer=False))

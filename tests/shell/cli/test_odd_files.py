@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 
 from rollsync.pure.config import RetentionConfig, dataset_digest
+from rollsync.pure.rollout.checkpointing import CheckpointKind
 from rollsync.shell.cli import main
 from rollsync.shell.config import read_config
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.journal import Journal
 from rollsync.shell.run.saved import CONFIG, JOURNAL, write_config
-from rollsync.shell.store import SnapshotStore, collect, examine
+from rollsync.shell.store import RealFileSystem, SnapshotStore, collect, examine
 from tests.shell.store.failing import FailingFileSystem
-from tests.shell.store.kit import save_snapshot
+from tests.shell.store.kit import facts, save_snapshot
 
 Capture = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parents[2] / "golden" / "run-0.1.0" / "run"
@@ -157,6 +158,48 @@ def test_what_has_another_type_is_said(
         said(arguments, capsys)
     said(["inspect", str(run_directory / place)], capsys)
     assert said(["verify", str(run_directory / place / "inner")], capsys)[0] == 2
+
+
+def test_a_bundle_that_is_a_file_is_said_to_be_none_and_once(run_directory: Path) -> None:
+    put(run_directory, SNAPSHOT, make_file)
+    report = examine(run_directory, RealFileSystem())
+    problems = {each.path: each.problem for each in report.bundles if each.problem}
+    assert problems == {SNAPSHOT: "it is no directory"}
+    put(run_directory, "step_000001", make_file)
+    report = examine(run_directory, RealFileSystem())
+    assert {each.path: each.problem for each in report.bundles} == {
+        "step_000001": "it is no directory"
+    }
+    assert not any("step_000001" in each for each in report.problems)
+
+
+def test_a_file_with_a_checkpoints_name_keeps_nothing_from_being_collected(
+    run_directory: Path, capsys: Capture
+) -> None:
+    put(run_directory, "step_000009", make_file)
+    left = run_directory / "step_000001" / "snapshots" / ".draft-0-000002"
+    left.mkdir()
+    code, text = said(["gc", str(run_directory)], capsys)
+    assert code == 0, text
+    assert not left.exists()
+    assert (run_directory / "step_000009").exists(), "nothing newer is whole"
+
+
+def test_an_old_file_with_a_checkpoints_name_goes_with_its_turn(
+    run_directory: Path, capsys: Capture
+) -> None:
+    (run_directory / "step_000001").rename(run_directory / "step_000002")
+    put(run_directory, "step_000001", make_file)
+    config = read_config(run_directory / CONFIG)
+    store = SnapshotStore(run_directory, config=config, dataset_digest=dataset_digest(config.data))
+    save_snapshot(store, 0, 7)
+    draft = store.begin(CheckpointKind.TRAINER_CHECKPOINT, 3)
+    draft.publish(facts(CheckpointKind.TRAINER_CHECKPOINT, 3), {"rollout_state.bin": b""})
+    store.close()
+    code, text = said(["gc", "--trainer-checkpoints=1", str(run_directory)], capsys)
+    assert code == 0, text
+    assert "step_000001" in text
+    assert not (run_directory / "step_000001").exists()
 
 
 @pytest.mark.parametrize("odd", ODDITIES, ids=lambda odd: odd.__name__)

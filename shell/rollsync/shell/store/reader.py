@@ -57,6 +57,8 @@ class Listing(Struct, frozen=True, kw_only=True):
     """The bundles of a run directory, by name only."""
 
     places: tuple[BundlePlace, ...]
+    snapshots: tuple[Path, ...]
+    """The directories that snapshots are in, also those that are not there."""
     unlisted: tuple[tuple[Path, str], ...]
     """Directories that could not be listed, and why."""
 
@@ -102,7 +104,7 @@ class RunReader:
             OSError: the run directory itself cannot be listed.
         """
         places: list[BundlePlace] = []
-        unlisted = []
+        snapshots, unlisted = [], []
         for name in self.names(self.root):
             step = step_of(name)
             if step is None:
@@ -114,9 +116,11 @@ class RunReader:
                 places.extend(self._snapshots(directory, step))
             except OSError as error:
                 # Where a checkpoint itself is no directory, that is said of it, and once is enough.
-                if step == 0 or not self._is_no_directory(self.anchor_path(step)):
-                    unlisted.append((directory, reason_of(error)))
-        return Listing(places=tuple(places), unlisted=tuple(unlisted))
+                if step > 0 and self._is_no_directory(self.anchor_path(step)):
+                    continue
+                unlisted.append((directory, reason_of(error)))
+            snapshots.append(directory)
+        return Listing(places=tuple(places), snapshots=tuple(snapshots), unlisted=tuple(unlisted))
 
     def _snapshots(self, directory: Path, step: int) -> Iterator[BundlePlace]:
         for name in self.names(directory):
@@ -126,13 +130,8 @@ class RunReader:
 
     def directories(self) -> tuple[Path, ...]:
         """Where what interrupted saves and removals have left can be."""
-        steps = {0, *(place.step for place in self.listing().places)}
-        return (
-            self.root,
-            self.segments_path,
-            self.anchor_path(0),
-            *(self.snapshots_path(step) for step in sorted(steps)),
-        )
+        snapshots = self.listing().snapshots
+        return (self.root, self.segments_path, self.anchor_path(0), *snapshots)
 
     def segments(self) -> tuple[str, ...]:
         """Names of all segments on disk."""
