@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 
+from rollsync.pure.refit.layout import Box
 from rollsync.pure.refit.load_plan import LoadPlan, Region
 from rollsync.shell.refit.load_recorder import LoadRecorder, bytes_of, serving_tensors
 from rollsync.shell.refit.torch_update import TorchModelUpdate
@@ -158,8 +160,11 @@ def overlapping(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None
 def behind_the_back(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     plain(model, name, tensor)
     if name == "k":
-        weight = dict(model.named_parameters())["attention.weight"]
-        weight.detach().numpy()[0, 0] += 1
+        ctypes.memset(dict(model.named_parameters())["attention.weight"].data_ptr(), 1, 4)
+
+
+def given_away(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, torch.tensor(tensor.numpy()) if name == "q" else tensor)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +179,7 @@ def behind_the_back(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> 
         (kept, "somewhere else"),
         (overlapping, "does not hold"),
         (behind_the_back, "does not hold"),
+        (given_away, "Tensor.numpy uses it"),
     ],
 )
 def test_whatever_is_no_plain_copy_stays_with_the_loader(loader: Loader, says: str) -> None:
@@ -184,10 +190,63 @@ def test_whatever_is_no_plain_copy_stays_with_the_loader(loader: Loader, says: s
     assert {"o", "t"} <= set(plan.direct)
 
 
+def turned(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Columns as rows, through memory of their own."""
+    model.kept = tensor[:, 2:4].t().contiguous()
+
+
+def reduced(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.kept = tensor[1:3].double().abs().max().item()
+
+
+def taken(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.kept = tensor[:, 2:][torch.tensor([3, 1])]
+
+
+def selected(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.kept = tensor.index_select(1, torch.tensor([1, 0, 1]))
+
+
+def masked(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.kept = tensor[torch.tensor([True, False, False, True])]
+
+
+def as_bytes(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.kept = tensor[1].view(torch.uint8).clone()
+
+
+def listed(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.kept = tensor[2].tolist()
+
+
+def every_second(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    model.kept = tensor[::2].clone()
+
+
+@pytest.mark.parametrize(
+    ("loader", "read"),
+    [
+        (turned, [Box((0, 2), (4, 2))]),
+        (reduced, [Box((1, 0), (2, 6))]),
+        (taken, [Box((1, 2), (1, 4)), Box((3, 2), (1, 4))]),
+        (selected, [Box((0, 0), (4, 1)), Box((0, 1), (4, 1))]),
+        (masked, [Box((0, 0), (4, 6))]),
+        (as_bytes, [Box((0, 0), (4, 6))]),
+        (listed, [Box((2, 0), (1, 6))]),
+        (every_second, [Box((0, 0), (4, 6))]),
+    ],
+)
+def test_what_is_read_is_known_whatever_is_done_with_it(loader: Loader, read: list[Box]) -> None:
+    plan = record(Fused(), [("q", torch.randn(4, 6))], loader)
+    assert list(plan.tensors["q"].reads) == read
+    assert not plan.tensors["q"].is_direct
+
+
 def test_a_conversion_by_the_copy_itself_is_seen() -> None:
     weights = [(name, tensor.double()) for name, tensor in stream()]
     plan = record(Fused(), weights, plain)
     assert plan.direct == {}
+    assert plan.tensors["o"].reads == (Box((0, 3), (4, 3)),)
     assert "converted" in plan.tensors["q"].staged_because
 
 

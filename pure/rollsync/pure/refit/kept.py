@@ -1,7 +1,11 @@
 """Which parts of the declared tensors a rank keeps, as its own loader has shown.
 
-Rule kept here: a part is left out only when the loader was seen not to read it. Whatever of a
-tensor is not explained by plain copies, or is no box of its elements, is kept as a whole.
+What a loader reads is what a tensor is for it, whatever it does with that: it may cut a fused
+projection into the heads of its rank, take its experts out of a tensor of all, transpose or convert
+them.
+
+Rule kept here: a part is left out only when the loader was seen not to read it. When what was read
+of a tensor is no box of its elements, or is boxes that overlap, all of it is kept.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from rollsync.pure.refit.buckets import TensorSpec
 from rollsync.pure.refit.dtypes import DTYPE_BYTES
-from rollsync.pure.refit.layout import Box, Part, union_elements, whole
-from rollsync.pure.refit.load_plan import LoadPlan, PlannedTensor, Region
+from rollsync.pure.refit.layout import Box, Part, joined, parts_of, union_elements, whole
+from rollsync.pure.refit.load_plan import LoadPlan, PlannedTensor
 
 
 def kept_layout(specs: Iterable[TensorSpec], plan: LoadPlan) -> tuple[Part, ...]:
@@ -38,32 +42,41 @@ def kept_bytes(specs: Iterable[TensorSpec], layout: Iterable[Part]) -> int:
     )
 
 
-def box_of(region: Region, shape: Sequence[int], item_bytes: int) -> Box | None:
-    """The elements of a contiguous tensor that lie in a region of its memory; None if they are no
-    box, or are not in the order of their addresses.
+def box_of_view(
+    offset: int, sizes: Sequence[int], strides: Sequence[int], shape: Sequence[int]
+) -> Box | None:
+    """The elements of a contiguous tensor that a view of it has, in whatever order it has them, and
+    however often; None if they are no box.
 
     Args:
-        region: Of the tensor's memory, which begins at its first element.
+        offset: Elements from the tensor's first to the view's first.
+        sizes: Of the view's dimensions, none of which is 0.
+        strides: Elements from one to the next in each of them.
         shape: Of the tensor.
-        item_bytes: Size of an element.
     """
-    numbers = (region.offset, region.run_bytes, region.stride_bytes)
-    if any(number % item_bytes for number in numbers) or not region.total_bytes:
+    if offset >= math.prod(shape):
         return None
-    if region.end > math.prod(shape) * item_bytes:
-        return None
-    offset, run, stride = (number // item_bytes for number in numbers)
-    strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-    starts = [offset // step % size for step, size in zip(strides, shape, strict=True)]
-    sizes = [1] * len(shape)
-    if not _extend(starts, sizes, shape, len(shape) - 1, run):
-        return None
-    if region.runs > 1:
-        rows = [d for d, step in enumerate(strides) if step == stride and sizes[d] == 1]
-        if not rows or not _extend(starts, sizes, shape, rows[-1], region.runs):
+    steps = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    starts = [offset // step % size for step, size in zip(steps, shape, strict=True)]
+    held = [1] * len(shape)
+    for stride, count in _merged(sizes, strides):
+        rows = [d for d, step in enumerate(steps) if step == stride and held[d] == 1]
+        if not rows or not _extend(starts, held, shape, rows[-1], count):
             return None
-    box = Box(tuple(starts), tuple(sizes))
-    return box if box.elements * item_bytes == region.total_bytes else None
+    return Box(tuple(starts), tuple(held))
+
+
+def _merged(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Stride and size of a view's dimensions, the innermost first, those in one go as one."""
+    merged: list[tuple[int, int]] = []
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size == 1 or stride == 0:
+            continue
+        if merged and merged[-1][0] * merged[-1][1] == stride:
+            merged[-1] = (merged[-1][0], merged[-1][1] * size)
+        else:
+            merged.append((stride, size))
+    return merged
 
 
 def _extend(
@@ -71,7 +84,7 @@ def _extend(
 ) -> bool:
     """Let `count` neighbours lie in the box, from a dimension on outwards."""
     while count > 1:
-        if dimension < 0:
+        if dimension < 0 or sizes[dimension] != 1:
             return False
         if starts[dimension] + count <= shape[dimension]:
             sizes[dimension] = count
@@ -86,14 +99,9 @@ def _extend(
 
 def _kept_boxes(spec: TensorSpec, planned: PlannedTensor | None) -> tuple[Box, ...]:
     everything = (whole(spec),)
-    if planned is None or not planned.explained or planned.spec.shape != spec.shape:
+    if planned is None or planned.spec.shape != spec.shape or not math.prod(spec.shape):
         return everything
-    boxes: dict[Box, None] = {}
-    for copy in planned.copies:
-        box = box_of(copy.source, spec.shape, DTYPE_BYTES[spec.dtype])
-        if box is None:
-            return everything
-        boxes[box] = None
-    if union_elements(list(boxes)) != sum(box.elements for box in boxes):
+    boxes = joined(planned.reads)
+    if union_elements(boxes) != sum(box.elements for box in boxes):
         return everything
-    return tuple(boxes)
+    return parts_of(spec, boxes)

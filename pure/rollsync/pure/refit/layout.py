@@ -7,7 +7,9 @@ Rules kept here:
 
 - every element that a rank keeps is sent to it exactly once: its parts of a tensor do not overlap,
   and a part that it keeps under several names (tied weights) is sent once, with aliases;
-- the ranks of an engine together keep every element, or somebody's report is missing.
+- the ranks of an engine together keep every element, or somebody's report is missing;
+- the same elements make the same parts: neighbours are joined, and what is large then is cut, so
+  that a part lies beside the tensor that it is put together in without doubling the memory.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 from returns.result import Failure, Result, Success
 
 from rollsync.pure.refit.buckets import TensorSpec
+from rollsync.pure.refit.dtypes import DTYPE_BYTES
 from rollsync.pure.refit.errors import (
     LayoutError,
     PartOutOfBounds,
@@ -29,6 +33,9 @@ from rollsync.pure.refit.errors import (
     TensorNotCovered,
     UnknownTensor,
 )
+
+PART_BYTES: Final = 64 * 1024 * 1024
+"""A part that is not the whole tensor is cut, by its first dimension, to be no larger."""
 
 
 class Box(Struct, frozen=True, array_like=True, gc=False):
@@ -83,6 +90,28 @@ def part_name(name: str, spec: TensorSpec, box: Box) -> str:
         return name
     ranges = (f"{start}:{start + size}" for start, size in zip(box.starts, box.sizes, strict=True))
     return f"{name}[{','.join(ranges)}]"
+
+
+def parts_of(spec: TensorSpec, boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """The parts that a rank makes of the boxes that it keeps of a tensor, in order."""
+    together = joined(boxes)
+    if together == (whole(spec),):
+        return together
+    item_bytes = DTYPE_BYTES.get(spec.dtype, 1)
+    return tuple(piece for box in together for piece in _cut(box, item_bytes))
+
+
+def joined(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """The same elements in fewer boxes, in order; empty boxes are left out.
+
+    Boxes that differ in one dimension only, and touch or overlap there, become one; the innermost
+    dimension is joined first.
+    """
+    left = [box for box in boxes if box.elements]
+    dimensions = len(left[0].starts) if left else 0
+    for dimension in reversed(range(dimensions)):
+        left = _joined_along(left, dimension)
+    return tuple(sorted(set(left), key=_in_order))
 
 
 def layout_digest(layout: Sequence[Part]) -> str:
@@ -192,6 +221,40 @@ def union_elements(boxes: Sequence[Box]) -> int:
         }
         elements += (high - low) * union_elements(list(inner))
     return elements
+
+
+def _joined_along(boxes: Iterable[Box], dimension: int) -> list[Box]:
+    """Joins the boxes that differ in one dimension only."""
+    lines: dict[Box, list[tuple[int, int]]] = {}
+    for box in sorted(boxes, key=lambda each: each.starts[dimension]):
+        start, end = box.starts[dimension], box.starts[dimension] + box.sizes[dimension]
+        line = lines.setdefault(_along(box, dimension, 0, 0), [])
+        if line and line[-1][1] >= start:
+            line[-1] = (line[-1][0], max(end, line[-1][1]))
+        else:
+            line.append((start, end))
+    return [
+        _along(rest, dimension, start, end - start)
+        for rest, line in lines.items()
+        for start, end in line
+    ]
+
+
+def _cut(box: Box, item_bytes: int) -> Iterator[Box]:
+    """Slices along the first dimension of at most `PART_BYTES`, if one row is no larger."""
+    if not box.starts:
+        yield box
+        return
+    rows = max(1, PART_BYTES // (box.elements // box.sizes[0] * item_bytes))
+    for first in range(0, box.sizes[0], rows):
+        yield _along(box, 0, box.starts[0] + first, min(rows, box.sizes[0] - first))
+
+
+def _along(box: Box, dimension: int, start: int, size: int) -> Box:
+    """The box with another extent in one dimension."""
+    starts, sizes = list(box.starts), list(box.sizes)
+    starts[dimension], sizes[dimension] = start, size
+    return Box(tuple(starts), tuple(sizes))
 
 
 def _edges(box: Box) -> tuple[int, int]:

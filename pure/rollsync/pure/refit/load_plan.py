@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from rollsync.pure.refit.buckets import TensorSpec
 from rollsync.pure.refit.dtypes import DTYPE_BYTES
+from rollsync.pure.refit.layout import Box
 
 
 class Region(Struct, frozen=True, array_like=True, gc=False):
@@ -75,11 +76,13 @@ class SeenTensor(Struct, frozen=True):
         spec: What it is.
         copies: What was copied of it by plain copies, in order.
         problem: What else was done with it, in words; empty when nothing was.
+        reads: Boxes that hold all that was read of it, in whatever way.
     """
 
     spec: TensorSpec
     copies: tuple[Copy, ...] = ()
     problem: str = ""
+    reads: tuple[Box, ...] = ()
 
 
 class SeenParameter(Struct, frozen=True):
@@ -105,14 +108,13 @@ class PlannedTensor(Struct, frozen=True):
         spec: What it is.
         copies: The copies that make it up; nothing else of it is needed. Without any, nothing of
             it is.
-        explained: Whether `copies` is all that the loader does with it. When it is not, the loader
-            needs the whole tensor.
+        reads: Boxes that hold all that the loader reads of it.
         staged_because: Why the loader has to load it; empty when the copies can be done without.
     """
 
     spec: TensorSpec
     copies: tuple[Copy, ...]
-    explained: bool
+    reads: tuple[Box, ...]
     staged_because: str
 
     @property
@@ -169,7 +171,7 @@ def plan_load(
             name: PlannedTensor(
                 spec=each.spec,
                 copies=() if unplain[name] else each.copies,
-                explained=not unplain[name],
+                reads=each.reads,
                 staged_because=staged.get(name, ""),
             )
             for name, each in tensors.items()

@@ -5,8 +5,10 @@ memory are told apart by their storage: a received tensor's (source), a paramete
 the stand-in of one, which a loader may fill first and copy to the serving one at its end.
 
 Rules kept here: what is not seen to be a plain copy is a problem of the tensor or parameter it
-touches, and `plan_load` decides what follows; nothing is kept alive by being watched; and a copy
-that was seen has to be found again, by its checksum, in the serving memory after the load.
+touches, and `plan_load` decides what follows; all that an operation is given of a received tensor
+counts as read, or the rows where it takes rows by their numbers; nothing is kept alive by being
+watched; and a copy that was seen has to be found again, by its checksum, in the serving memory
+after the load.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from rollsync.pure.refit.buckets import TensorSpec
+from rollsync.pure.refit.kept import box_of_view
+from rollsync.pure.refit.layout import Box, whole
 from rollsync.pure.refit.load_plan import (
     Copy,
     LoadPlan,
@@ -53,9 +57,12 @@ class _Source:
     spec: TensorSpec
     offset: int
     """Its first byte in its storage."""
+    item_bytes: int
     copies: list[Copy] = field(default_factory=list)
     checksums: list[str] = field(default_factory=list)
     """Of each copy's bytes."""
+    reads: dict[Box, None] = field(default_factory=dict)
+    """What was read of it, in any way."""
     problem: str = ""
 
 
@@ -153,7 +160,7 @@ class LoadRecorder:
             self._check_contents(source)
         return plan_load(
             {
-                name: SeenTensor(each.spec, tuple(each.copies), each.problem)
+                name: SeenTensor(each.spec, tuple(each.copies), each.problem, tuple(each.reads))
                 for name, each in self._sources.items()
             },
             {
@@ -177,15 +184,18 @@ class LoadRecorder:
     def _receive(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._sources:
             _blame(self._sources[name], "it was loaded twice")
+            _read_whole(self._sources[name])
             return
         source = _Source(
             TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype)),
             int(tensor.storage_offset()) * tensor.itemsize,
+            tensor.itemsize,
         )
         if not tensor.nbytes:
             source.problem = "it has no bytes"
         elif not tensor.is_contiguous():
             source.problem = "it came in another order than it is sent in"
+            _read_whole(source)
         held = self._batch.setdefault(self._key(tensor), [])
         same = (source.offset, source.offset + tensor.nbytes)
         if any((start, end) == same for start, end, _ in held):
@@ -198,13 +208,18 @@ class LoadRecorder:
     def _see(self, func: torch._ops.OpOverload, arguments: object, answer: object) -> None:
         """One operation, already done."""
         tensors = _tensors_in(arguments)
+        if self._gave_views(func, tensors, answer):
+            return
+        rows = _rows_taken(func, arguments)
+        for each in tensors if rows is None else rows:
+            self._see_read(each)
         if func is _aten.copy_.default and len(tensors) == 2:
             self._see_copy(*tensors)
         elif func in _FILLS:
             self._see_fill(tensors[0])
             for each in tensors[1:]:
                 self._see_use(each, str(func))
-        elif not self._gave_views(func, tensors, answer):
+        else:
             for each in tensors:
                 self._see_use(each, str(func))
 
@@ -214,7 +229,20 @@ class LoadRecorder:
         Some are registered so that the dispatch mode does not see them.
         """
         for each in _tensors_in(arguments):
+            self._see_read(each)
             self._see_use(each, str(func))
+
+    def _see_read(self, tensor: torch.Tensor) -> None:
+        name, first_byte, _ = self._owner(tensor)
+        if not name:
+            return
+        source = self._sources[name]
+        offset = int(tensor.storage_offset()) * tensor.itemsize - first_byte
+        shape, item_bytes = source.spec.shape, source.item_bytes
+        box = None
+        if tensor.layout == torch.strided and tensor.itemsize == item_bytes:
+            box = box_of_view(offset // item_bytes, tensor.shape, tensor.stride(), shape)
+        source.reads[whole(source.spec) if box is None else box] = None
 
     def _see_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not target.numel():
@@ -344,12 +372,18 @@ class LoadRecorder:
 
     def _part(self, tensor: torch.Tensor) -> tuple[str, Region | None]:
         """The received tensor whose bytes these are, and which of its bytes; "" for none's."""
+        name, start, end = self._owner(tensor)
+        region = _region(tensor, start) if name else None
+        return name, region if region is not None and region.end <= end - start else None
+
+    def _owner(self, tensor: torch.Tensor) -> tuple[str, int, int]:
+        """The received tensor whose bytes these are, "" for none's, and where its own begin and end
+        in their storage."""
         for start, end, name in self._batch.get(self._key(tensor), ()):
             first = int(tensor.storage_offset()) * tensor.itemsize
             if start <= first < end and tensor.numel():
-                region = _region(tensor, start)
-                return name, region if region is not None and region.end <= end - start else None
-        return "", None
+                return name, start, end
+        return "", 0, 0
 
     def _gave_views(
         self, func: torch._ops.OpOverload, tensors: Sequence[torch.Tensor], answer: object
@@ -385,6 +419,26 @@ def bytes_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     )
 
 
+def _rows_taken(func: torch._ops.OpOverload, arguments: object) -> list[torch.Tensor] | None:
+    """What an operation reads that takes some rows of a tensor by their numbers; None: it does
+    something else."""
+    match arguments:
+        case ((torch.Tensor() as tensor, [torch.Tensor() as index]), _) if (
+            func is _aten.index.Tensor
+        ):
+            dimension = 0
+        case ((torch.Tensor() as tensor, int(dimension), torch.Tensor() as index), _) if (
+            func is _aten.index_select.default
+        ):
+            pass
+        case _:
+            return None
+    if index.dtype in (torch.bool, torch.uint8):
+        return None
+    numbers: list[int] = index.unique().tolist()
+    return [index, *(tensor.select(dimension, number) for number in numbers)]
+
+
 def _tensors_in(tree: object) -> list[torch.Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
@@ -418,6 +472,10 @@ def _checksum(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     contents: memoryview = flat.cpu().numpy().data
     return xxhash.xxh3_64_hexdigest(contents)
+
+
+def _read_whole(source: _Source) -> None:
+    source.reads[whole(source.spec)] = None
 
 
 def _blame(source: _Source, problem: str) -> None:

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 SeeOperation = Callable[[torch._ops.OpOverload, object, object], None]
 SeeCall = Callable[[object, object], None]
 
+_GIVE_AWAY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__dlpack__)
+
 
 @contextlib.contextmanager
 def watched(see_operation: SeeOperation, see_call: SeeCall) -> Iterator[None]:
@@ -26,7 +28,8 @@ def watched(see_operation: SeeOperation, see_call: SeeCall) -> Iterator[None]:
         see_operation: told of each operation of the dispatcher after it was done: what it was, its
             arguments, its answer.
         see_call: told, before it is made, of each call of an operator that torch itself does not
-            bring, with its arguments. Some are registered so that the dispatcher does not tell.
+            bring, with its arguments, as some are registered so that the dispatcher does not tell;
+            and of each that gives a tensor's elements to something else than torch.
     """
     with _Calls(see_call), _Operations(see_operation):
         yield
@@ -53,7 +56,8 @@ class _Operations(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Tells `see` of every call of an operator of another library than torch's own."""
+    """Tells `see` of every call of an operator of another library than torch's own, and of those
+    that give a tensor away."""
 
     def __init__(self, see: SeeCall) -> None:
         super().__init__()
@@ -70,4 +74,6 @@ class _Calls(TorchFunctionMode):
             name = str(func)
             if not name.startswith(("aten.", "prims.")):
                 self._see(name, (args, kwargs))
+        elif func in _GIVE_AWAY:
+            self._see(f"Tensor.{func.__name__}", (args, kwargs))
         return func(*args, **(kwargs or {}))
