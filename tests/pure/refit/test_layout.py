@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -16,10 +16,13 @@ from rollsync.pure.refit.errors import (
     UnknownTensor,
 )
 from rollsync.pure.refit.layout import (
+    PART_BYTES,
     Box,
     Part,
     check_coverage,
+    joined,
     part_name,
+    parts_of,
     plan_parts,
     slice_of,
     whole,
@@ -192,3 +195,61 @@ def test_a_part_outside_its_tensor_is_refused(box: Box) -> None:
 
 def test_a_rank_that_keeps_nothing_is_sent_nothing() -> None:
     assert plan_parts([MATRIX], [], rank=0).unwrap() == ()
+
+
+@given(st.data())
+def test_joined_boxes_have_the_same_elements(data: st.DataObject) -> None:
+    spec = TensorSpec("t", tuple(data.draw(st.lists(st.integers(1, 4), max_size=3))), "int8")
+    drawn = data.draw(st.lists(boxes(spec), max_size=6))
+    together = joined(drawn)
+    assert set[Element]().union(*map(elements_of, together)) == set[Element]().union(
+        *map(elements_of, drawn)
+    )
+    assert len(together) <= len(drawn)
+    assert joined(reversed(drawn)) == together
+    if sum(box.elements for box in set(drawn)) == len(
+        set[Element]().union(*map(elements_of, drawn))
+    ):
+        assert sum(box.elements for box in together) == sum(box.elements for box in set(drawn))
+
+
+@given(st.data())
+def test_a_tensor_in_pieces_is_joined_to_the_whole(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    cuts = [sorted({0, n, *data.draw(st.sets(st.integers(0, n)))}) for n in shape]
+    pieces = [
+        Box(tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+        for ranges in product(*(list(pairwise(edges)) for edges in cuts))
+    ]
+    assert joined(data.draw(st.permutations(pieces))) == (Box((0,) * len(shape), shape),)
+
+
+def test_experts_that_are_neighbours_make_one_part_and_others_make_their_own() -> None:
+    experts = TensorSpec("e", (8, 4, 2), "float32")
+    halves = [Box((e, row, 0), (1, 2, 2)) for e in (0, 1, 2, 5, 7) for row in (2, 0)]
+    assert parts_of(experts, halves) == (
+        Box((0, 0, 0), (3, 4, 2)),
+        Box((5, 0, 0), (1, 4, 2)),
+        Box((7, 0, 0), (1, 4, 2)),
+    )
+    gates = [Box((e, 0, 0), (1, 2, 2)) for e in range(8)]
+    assert parts_of(experts, gates) == (Box((0, 0, 0), (8, 2, 2)),)
+
+
+def test_a_large_part_is_cut_by_rows_and_a_whole_tensor_is_not() -> None:
+    row = PART_BYTES // 4
+    large = TensorSpec("l", (18, 2, row // 2), "int8")
+    assert parts_of(large, [whole(large)]) == (whole(large),)
+    assert parts_of(large, [slice_of(large, 0, 3, 10)]) == (
+        slice_of(large, 0, 3, 4),
+        slice_of(large, 0, 7, 4),
+        slice_of(large, 0, 11, 2),
+    )
+    wide = TensorSpec("w", (2, PART_BYTES), "bfloat16")
+    assert parts_of(wide, [slice_of(wide, 1, 0, PART_BYTES - 1)]) == (
+        Box((0, 0), (1, PART_BYTES - 1)),
+        Box((1, 0), (1, PART_BYTES - 1)),
+    )
+    scalar = TensorSpec("s", (), "int64")
+    assert parts_of(scalar, [whole(scalar)]) == (whole(scalar),)
+    assert parts_of(scalar, []) == ()

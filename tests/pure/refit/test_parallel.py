@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from rollsync.pure.refit import TensorSpec, describe
+from rollsync.pure.refit.cuts import Cut, cut_of
 from rollsync.pure.refit.errors import (
     DimensionNotDivisible,
     ExpertGroupsUneven,
@@ -19,10 +20,8 @@ from rollsync.pure.refit.errors import (
 from rollsync.pure.refit.layout import Box, Part, check_coverage, plan_parts
 from rollsync.pure.refit.model_shapes import HuggingFaceConfig, kv_heads_of, model_tensors
 from rollsync.pure.refit.parallel import (
-    Cut,
     Parallelism,
     Shards,
-    cut_of,
     experts_of,
     place_of,
     plan_shards,

@@ -66,7 +66,24 @@ def test_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert document["estimate"]["parameters_bytes"] == 2 * QWEN3_235B_A22B.parameters
     assert document["estimate"]["idle_policy_ranks"] == list(range(16, 32))
     tensors = {route["tensors"] for route in routes_of(document)}
-    assert tensors == {36945 - 94 * 120 * 3}
+    # A rank's rows of the embedding and of the output are large, and come in five parts each.
+    assert tensors == {36945 - 94 * 120 * 3 + 2 * 4}
+
+
+def test_experts_as_a_trainer_holds_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path, QWEN3_235B_A22B))
+    worlds = ("--rollout-world", "16", "--tp", "4", "--ep", "16")
+    single = planned(capsys, config, *worlds)
+    fused = planned(capsys, config, *worlds, "--fused-experts")
+    assert fused["options"]["fused_experts"] is True
+    assert fused["estimate"]["parameters_bytes"] == single["estimate"]["parameters_bytes"]
+    assert fused["estimate"]["tensors"] == 36945 - 94 * (128 * 3 - 2)
+    payloads = [
+        [route["payload_bytes"] for route in routes_of(document)] for document in (single, fused)
+    ]
+    assert payloads[0] == payloads[1]
 
 
 def test_relays_when_hosts_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -48,11 +48,39 @@ class Rank(torch.nn.Module):
             parameters["norm.weight"].copy_(tensor)
 
 
+class Experts(torch.nn.Module):
+    """Some experts of a tensor that holds all, or a slice of each, as vLLM's loaders take them."""
+
+    def __init__(self, owned: Sequence[int], *, turned: bool) -> None:
+        super().__init__()
+        self.owned, self.turned = owned, turned
+        self.into = torch.nn.Module()
+        self.into.weight = torch.nn.Parameter(torch.zeros(max(len(owned), 4), 4, 3))
+
+    @torch.no_grad()
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes a tensor of 4 experts x 8 outputs x 3 inputs, or `turned`, 4 x 3 x 8."""
+        if name != "experts":
+            return
+        every = tensor.transpose(-1, -2) if self.turned else tensor
+        into = self.get_parameter("into.weight")
+        if not self.owned:
+            for half, chunk in enumerate(every.chunk(2, dim=1)):
+                into[:, 2 * half : 2 * half + 2].copy_(chunk.narrow(1, 2, 2))
+        elif self.turned:
+            taken = every[torch.tensor(self.owned)]
+            into[: len(self.owned)].copy_(taken[:, :4].half())
+        else:
+            for number, one in enumerate(every.unbind()):
+                if number in self.owned:
+                    into[self.owned.index(number)].copy_(one[:4])
+
+
 def stream() -> Weights:
     return {spec.name: torch.randn(spec.shape) for spec in SPECS}
 
 
-def load(model: Rank, recorder: LoadRecorder | None, weights: Weights) -> None:
+def load(model: Rank | Experts, recorder: LoadRecorder | None, weights: Weights) -> None:
     batch = list(weights.items())
     if recorder is None:
         for item in batch:
@@ -63,17 +91,19 @@ def load(model: Rank, recorder: LoadRecorder | None, weights: Weights) -> None:
             model.load(*item)
 
 
-def sent(weights: Weights, layout: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+def sent(
+    weights: Weights, layout: tuple[Part, ...], specs: Sequence[TensorSpec] = SPECS
+) -> Iterator[tuple[str, torch.Tensor]]:
     """What an engine hands on of a stream in parts."""
     yield "version", torch.tensor(1)
-    for part in plan_parts(SPECS, layout, rank=0).unwrap():
+    for part in plan_parts(specs, layout, rank=0).unwrap():
         tensor = inside(weights[part.source], part.box).clone()
         yield part.spec.name, tensor
         for alias in part.spec.aliases:
             yield alias, tensor
 
 
-def learned(model: Rank) -> KeptParts:
+def learned(model: Rank | Experts) -> KeptParts:
     """After a whole load."""
     kept = KeptParts(lambda: model)
     kept.declare(SPECS)
@@ -84,7 +114,7 @@ def learned(model: Rank) -> KeptParts:
     return kept
 
 
-def load_parts(model: Rank, kept: KeptParts, weights: Weights) -> None:
+def load_parts(model: Rank | Experts, kept: KeptParts, weights: Weights) -> None:
     recorder = kept.recorder()
     assembly = kept.assembly()
     for put_together in assembly.loads(list(sent(weights, kept.layout or ()))):
@@ -110,6 +140,44 @@ def test_a_load_of_parts_leaves_what_a_whole_one_does(rank: int) -> None:
         for name, parameter in other.named_parameters():
             assert torch.equal(parameter, dict(model.named_parameters())[name]), (sync, name)
         assert kept.recorder() is None
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("owned", "first"),
+    [((), [(0, 4)]), ((2, 3), [(2, 2)]), ((0, 2), [(0, 1), (2, 1)])],
+    ids=["slices", "neighbours", "in-turns"],
+)
+def test_parts_of_a_tensor_that_holds_all_experts(
+    owned: tuple[int, ...], first: list[tuple[int, int]], turned: bool
+) -> None:
+    """Each part has the experts that the rank owns, or its rows, or columns, of each half."""
+    spec = TensorSpec("experts", (4, 3, 8) if turned else (4, 8, 3), "float32")
+    model, other = Experts(owned, turned=turned), Experts(owned, turned=turned)
+    kept = KeptParts(lambda: model)
+    kept.declare([spec])
+    recorder = kept.recorder()
+    assert recorder is not None
+    load(model, recorder, {"experts": torch.randn(spec.shape)})
+    kept.learn(recorder)
+    # What takes experts by their numbers takes them whole.
+    rows = [(2, 2), (6, 2)] if not owned else [(0, 8)] if turned else [(0, 4)]
+    extents = [(a, b) for a in first for b in rows]
+    assert kept.layout == tuple(
+        Part("experts", Box((e, 0, r), (n, 3, c)) if turned else Box((e, r, 0), (n, c, 3)))
+        for (e, n), (r, c) in extents
+    )
+    for _ in range(2):
+        weights = {"experts": torch.randn(spec.shape)}
+        parts = list(sent(weights, kept.layout, [spec]))
+        watching = kept.recorder()
+        for put_together in kept.assembly().loads(parts):
+            load(model, watching, dict(put_together))
+        if watching is not None:
+            kept.learn(watching)
+        load(other, None, weights)
+        assert torch.equal(model.get_parameter("into.weight"), other.get_parameter("into.weight"))
+    assert kept.recorder() is None
 
 
 def test_a_loader_that_reads_something_else_in_parts_is_found_out() -> None:

@@ -196,7 +196,7 @@ def turned(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def reduced(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    model.kept = tensor[1:3].double().abs().max().item()
+    model.kept = torch.tensor(tensor[1:3].double().abs().max().item())
 
 
 def taken(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ def as_bytes(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def listed(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    model.kept = tensor[2].tolist()
+    model.kept = torch.tensor(tensor[2].tolist())
 
 
 def every_second(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

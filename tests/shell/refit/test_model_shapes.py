@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from rollsync.pure.refit.fused_experts import fuse_experts
 from rollsync.pure.refit.model_shapes import HuggingFaceConfig, model_tensors
 
 SMALL = HuggingFaceConfig(
@@ -37,11 +38,14 @@ LATENT = msgspec.structs.replace(
 
 
 def built(config: HuggingFaceConfig) -> torch.nn.Module:
-    """The module without memory; a further field of deepseek's says how experts are grouped."""
+    """The module without memory; further fields say how deepseek's experts are grouped, and that a
+    small vocabulary has none of phi3's marks."""
     every: dict[str, object] = msgspec.json.decode(msgspec.json.encode(config))
     fields = {name: value for name, value in every.items() if value is not None}
     if config.model_type == "deepseek_v3":
         fields |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    if config.model_type == "phi3":
+        fields |= {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
     made_config = type(transformers.AutoConfig.for_model(config.model_type)).from_dict(fields)
     with torch.device("meta"):
         made: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(made_config)
@@ -57,6 +61,7 @@ def built(config: HuggingFaceConfig) -> torch.nn.Module:
         msgspec.structs.replace(SMALL, model_type="qwen2"),
         msgspec.structs.replace(SMALL, model_type="qwen2", tie_word_embeddings=True),
         msgspec.structs.replace(SMALL, model_type="qwen3", head_dim=16),
+        msgspec.structs.replace(SMALL, model_type="phi3"),
     ],
 )
 def test_names_and_shapes_of_dense_models(config: HuggingFaceConfig) -> None:
@@ -78,8 +83,12 @@ def test_names_and_shapes_of_dense_models(config: HuggingFaceConfig) -> None:
     ids=lambda config: config.model_type,
 )
 def test_elements_of_mixtures_of_experts(config: HuggingFaceConfig) -> None:
-    """Modules hold a layer's experts in one tensor, checkpoints one by one: the sums agree."""
+    """Modules hold a layer's experts in one tensor, checkpoints one by one: the sums agree, and so
+    do the shapes of a checkpoint's experts once they are fused."""
     module = built(config)
+    fused = {spec.name: spec.shape for spec in fuse_experts(model_tensors(config).unwrap())}
+    held = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    assert fused == held
     elements = sum(p.numel() for p in module.parameters()) + sum(
         buffer.numel() for name, buffer in module.named_buffers() if "correction_bias" in name
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollsync.pure.refit.parallel import VOCABULARY_PADDING, experts_of, stage_of_layers
+from rollsync.pure.refit.cuts import VOCABULARY_PADDING
+from rollsync.pure.refit.parallel import experts_of, stage_of_layers
 
 # What vLLM imports warns about torch's own future; that is not ours to mend.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

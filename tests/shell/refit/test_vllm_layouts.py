@@ -1,8 +1,9 @@
-"""The layouts that pure plans are the parts that vLLM's own loader reads of a saved model."""
+"""The layouts that pure plans are the parts that vLLM's own loader reads of a saved model, and what
+it loads of these parts alone is what it loads of whole tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -18,10 +21,11 @@ from transformers import (
 )
 
 from rollsync.pure.refit import TensorSpec
-from rollsync.pure.refit.kept import kept_layout
 from rollsync.pure.refit.layout import Box, Part, plan_parts
 from rollsync.pure.refit.parallel import Parallelism, plan_shards
-from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
+from rollsync.shell.refit.boxes import inside
+from rollsync.shell.refit.kept_parts import KeptParts
+from rollsync.shell.refit.load_recorder import serving_tensors
 from rollsync.shell.refit.weights import checkpoint_weights, declare_weights, dtype_name
 from tests.shell.refit.vllm_models import VllmModel, on_ranks
 
@@ -44,15 +48,19 @@ class Case:
     kv_heads: int = 2
     tied: bool = False
     experts: int = 0
+    fused: bool = False
+    """Experts, or projections, that share a tensor, as transformers holds them."""
 
-    def model(self) -> PreTrainedModel:
-        torch.manual_seed(0)
+    def model(self, seed: int = 0) -> PreTrainedModel:
+        torch.manual_seed(seed)
         own: dict[str, Any] = {
             "num_hidden_layers": self.layers,
             "num_key_value_heads": self.kv_heads,
             "tie_word_embeddings": self.tied,
         }
         if not self.experts:
+            if self.fused:
+                return Phi3ForCausalLM(Phi3Config(**SIZES, **own))
             return Qwen2ForCausalLM(Qwen2Config(**SIZES, **own))
         # An expert's slice is as wide as the processor's kernel asks for: what vLLM pads it cannot
         # load again. One expert more is there that every token goes through.
@@ -66,11 +74,11 @@ class Case:
         )
         return Qwen2MoeForCausalLM(config)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As published: transformers joins the experts of a layer, a checkpoint has each alone."""
-        for name, tensor in checkpoint_weights(self.model()):
+    def weights(self, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        """As published, where a checkpoint has each expert of a layer alone, unless `fused`."""
+        for name, tensor in checkpoint_weights(self.model(seed)):
             layer, joined, projection = name.partition(".experts.")
-            if not joined:
+            if not joined or self.fused:
                 yield name, tensor
                 continue
             for expert, one in enumerate(tensor):
@@ -80,7 +88,7 @@ class Case:
                     yield f"{layer}.experts.{expert}.{own}.weight", part.contiguous()
 
     def specs(self) -> list[TensorSpec]:
-        if not self.experts:
+        if not self.experts or self.fused:
             return list(declare_weights(self.model()).values())
         return [
             TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
@@ -104,22 +112,52 @@ CASES = {
     "sliced-stages": Case(parallel(4, tensor=2, pipeline=2)),
     "sliced-experts": Case(parallel(2, tensor=2), experts=4),
     "uneven-experts": Case(parallel(2, tensor=2, expert=2), experts=5),
+    "sliced-fused-experts": Case(parallel(2, tensor=2), experts=4, fused=True),
+    "whole-fused-experts": Case(parallel(2, tensor=2, expert=2), experts=5, fused=True),
+    "fused-projections": Case(parallel(2, tensor=2), kv_heads=2, fused=True),
+    "a-repeated-fused-head": Case(parallel(2, tensor=2), kv_heads=1, fused=True),
 }
 
 
-def read_parts(model: VllmModel) -> tuple[Part, ...]:
-    """What this rank's loader reads."""
+@dataclass(frozen=True)
+class Learned:
+    layout: tuple[Part, ...]
+    different: list[str]
+    """Parameters that a load of these parts left otherwise than one of whole tensors."""
+
+
+def learn_parts(model: VllmModel) -> Learned:
+    """What this rank's loader reads, and what it makes of that alone."""
     from rollsync.shell.refit.vllm_loader import VllmModelUpdate
 
-    path = Path(model.config.model_config.model)
-    case = CASES[path.name]
-    recorder = LoadRecorder(serving_tensors(model.module))
-    update = VllmModelUpdate(model.config, model.config.model_config, model.module, recorder)
-    update.start()
-    update.load(list(case.weights()))
-    update.finish()
-    tensors = {name: tensor for name, (_, tensor) in serving_tensors(model.module).items()}
-    return kept_layout(case.specs(), recorder.plan(tensors.get))
+    case = CASES[Path(model.config.model_config.model).name]
+    kept = KeptParts(lambda: model.module)
+    kept.declare(case.specs())
+
+    def load(loads: Iterable[list[tuple[str, torch.Tensor]]], *, watched: bool) -> None:
+        recorder = kept.recorder() if watched else None
+        update = VllmModelUpdate(model.config, model.config.model_config, model.module, recorder)
+        update.start()
+        for each in loads:
+            update.load(each)
+        update.finish()
+        if recorder is not None:
+            kept.learn(recorder)
+
+    load([list(case.weights())], watched=True)
+    layout = kept.layout or ()
+    weights = dict(case.weights(seed=1))
+    parts = [
+        (part.spec.name, inside(weights[part.source], part.box).clone())
+        for part in plan_parts(case.specs(), layout, rank=0).unwrap()
+    ]
+    load(kept.assembly().loads(parts), watched=True)
+    of_parts = {n: t.clone() for n, (_, t) in serving_tensors(model.module).items()}
+    load([list(case.weights())], watched=False)
+    load([list(case.weights(seed=1))], watched=False)
+    of_all = {name: tensor for name, (_, tensor) in serving_tensors(model.module).items()}
+    different = [name for name, each in of_all.items() if not torch.equal(each, of_parts[name])]
+    return Learned(layout, different)
 
 
 def sent(specs: list[TensorSpec], layout: tuple[Part, ...]) -> set[tuple[str, Box]]:
@@ -130,19 +168,20 @@ def sent(specs: list[TensorSpec], layout: tuple[Part, ...]) -> set[tuple[str, Bo
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
-def test_a_planned_layout_is_what_the_loader_reads(tmp_path: Path, name: str) -> None:
+def test_a_planned_layout_is_what_the_loader_needs(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     case.model().save_pretrained(tmp_path / name)
     specs, parallelism = case.specs(), case.parallelism
     shards = plan_shards(specs, parallelism, kv_heads=case.kv_heads).unwrap()
-    read = on_ranks(
-        read_parts,
+    learned = on_ranks(
+        learn_parts,
         str(tmp_path / name),
         ranks=parallelism.rollout_world_size,
         plain=True,
         stages=parallelism.pipeline_parallel,
         whole_experts=parallelism.expert_parallel > 1,
     )
-    for rank, parts in enumerate(read):
+    for rank, own in enumerate(learned):
         planned = shards.layouts[shards.shard_of_rank[rank]]
-        assert sent(specs, parts) == sent(specs, planned), rank
+        assert sent(specs, own.layout) == sent(specs, planned), rank
+        assert own.different == [], rank

@@ -10,9 +10,11 @@ what these functions ask for, and carries out what they answer. Expected errors 
 The modules: `buckets` (where each byte lies), `agreement` (of two sides on that), `bucket_size`,
 `metadata` (the order of the workers), `routes` (who sends to whom), `relays` (what one that hands
 on says for all behind it), `layout` (what a rank keeps, and is sent), `parallel` (that, for tensor,
-pipeline and expert parallel engines), `load_plan` (what a rank's loader does with what it is sent),
-`direct` (what needs no loader), `lifecycle` (what an engine may generate with), `model_shapes` (the
-tensors of a published model), `estimate` (what a refit will take), `dtypes`, `errors`, `describe`.
+pipeline and expert parallel engines), `cuts` (that, for one tensor), `load_plan` (what a rank's
+loader does with what it is sent), `kept` (what it needs for that), `direct` (what needs no loader),
+`lifecycle` (what an engine may generate with), `model_shapes` (the tensors of a published model),
+`fused_experts` (those of a trainer's), `estimate` (what a refit will take), `dtypes`, `errors`,
+`describe`.
 """
 
 from rollsync.pure.refit.agreement import (

@@ -2,7 +2,8 @@
 
 What a loader reads is what a tensor is for it, whatever it does with that: it may cut a fused
 projection into the heads of its rank, take its experts out of a tensor of all, transpose or convert
-them.
+them. Whole are only what a loader reads whole before it cuts it: of the models whose loaders were
+tried (vLLM 0.32), the query and key weights of llama4, whose rows are reordered for all heads.
 
 Rule kept here: a part is left out only when the loader was seen not to read it. When what was read
 of a tensor is no box of its elements, or is boxes that overlap, all of it is kept.

@@ -94,7 +94,9 @@ def part_name(name: str, spec: TensorSpec, box: Box) -> str:
 
 def parts_of(spec: TensorSpec, boxes: Iterable[Box]) -> tuple[Box, ...]:
     """The parts that a rank makes of the boxes that it keeps of a tensor, in order."""
-    together = joined(boxes)
+    together = tuple(boxes)
+    if len(together) != 1 or not together[0].elements:
+        together = joined(together)
     if together == (whole(spec),):
         return together
     item_bytes = DTYPE_BYTES.get(spec.dtype, 1)
@@ -242,7 +244,7 @@ def _joined_along(boxes: Iterable[Box], dimension: int) -> list[Box]:
 
 def _cut(box: Box, item_bytes: int) -> Iterator[Box]:
     """Slices along the first dimension of at most `PART_BYTES`, if one row is no larger."""
-    if not box.starts:
+    if box.elements * item_bytes <= PART_BYTES:
         yield box
         return
     rows = max(1, PART_BYTES // (box.elements // box.sizes[0] * item_bytes))

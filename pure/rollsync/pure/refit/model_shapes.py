@@ -70,12 +70,14 @@ class Architecture(Struct, frozen=True, kw_only=True):
         latent_attention: Multi-head latent attention instead of grouped queries.
         query_bias: Query, key and value have a bias whatever `attention_bias` says.
         head_norms: Query and key heads are normalised.
+        fused: Query, key and value are one tensor, and so are gate and up.
     """
 
     experts: ExpertNames | None = None
     latent_attention: bool = False
     query_bias: bool = False
     head_norms: bool = False
+    fused: bool = False
 
 
 class ExpertNames(Struct, frozen=True, kw_only=True):
@@ -106,6 +108,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "mixtral": Architecture(
             experts=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
         ),
+        "phi3": Architecture(fused=True),
         "qwen2": Architecture(query_bias=True),
         "qwen2_moe": Architecture(
             experts=ExpertNames(shared="shared_expert", shared_gate=True), query_bias=True
@@ -176,7 +179,7 @@ def _layer(
     if architecture.experts is not None and _has_experts(config, index):
         block, feed_forward = architecture.experts.block, experts
     else:
-        block, feed_forward = "mlp", _dense(config)
+        block, feed_forward = "mlp", _dense(config, architecture)
     return [
         (f"{prefix}.input_layernorm.weight", (hidden,)),
         (f"{prefix}.post_attention_layernorm.weight", (hidden,)),
@@ -190,12 +193,15 @@ def _grouped_attention(config: HuggingFaceConfig, architecture: Architecture) ->
     head_dim = config.head_dim or hidden // heads
     kv_rows = (config.num_key_value_heads or heads) * head_dim
     bias = config.attention_bias or architecture.query_bias
-    tensors = [
-        *_projection("q_proj", heads * head_dim, hidden, bias=bias),
-        *_projection("k_proj", kv_rows, hidden, bias=bias),
-        *_projection("v_proj", kv_rows, hidden, bias=bias),
-        *_projection("o_proj", hidden, heads * head_dim, bias=config.attention_bias),
-    ]
+    if architecture.fused:
+        tensors = _projection("qkv_proj", heads * head_dim + 2 * kv_rows, hidden, bias=bias)
+    else:
+        tensors = [
+            *_projection("q_proj", heads * head_dim, hidden, bias=bias),
+            *_projection("k_proj", kv_rows, hidden, bias=bias),
+            *_projection("v_proj", kv_rows, hidden, bias=bias),
+        ]
+    tensors += _projection("o_proj", hidden, heads * head_dim, bias=config.attention_bias)
     if architecture.head_norms:
         tensors += [("q_norm.weight", (head_dim,)), ("k_norm.weight", (head_dim,))]
     return tensors
@@ -226,11 +232,17 @@ def _latent_attention(config: HuggingFaceConfig) -> _Named | ConfigMalformed:
     ]
 
 
-def _dense(config: HuggingFaceConfig) -> _Named:
+def _dense(config: HuggingFaceConfig, architecture: Architecture) -> _Named:
     hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    if architecture.fused:
+        into = _projection("gate_up_proj", 2 * width, hidden, bias=bias)
+    else:
+        into = [
+            *_projection("gate_proj", width, hidden, bias=bias),
+            *_projection("up_proj", width, hidden, bias=bias),
+        ]
     return [
-        *_projection("gate_proj", width, hidden, bias=bias),
-        *_projection("up_proj", width, hidden, bias=bias),
+        *into,
         *_projection("down_proj", hidden, width, bias=bias),
     ]
 

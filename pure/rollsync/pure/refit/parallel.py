@@ -2,13 +2,10 @@
 
 It follows how vLLM shards the models whose tensors have Hugging Face's names (read in vLLM 0.32):
 
-- projections into heads and into the feed-forward are cut by rows, those out of them by columns;
-  two in one tensor, one above the other, are cut each;
-- key and value heads fewer than ranks are repeated, and each rank keeps one;
-- embedding and output rows are padded to a multiple of 64 and cut evenly; the padding is not sent;
+- tensor-parallel ranks keep what `cuts` says of every tensor;
 - layers are dealt to pipeline stages evenly, what is left over going to the stages before the last;
-- with expert parallelism a rank keeps whole experts, a run of neighbours; without, slices of all;
-- everything else is kept whole.
+- with expert parallelism a rank keeps whole experts, a run of neighbours, also of a tensor that
+  holds all experts of a layer; without, slices of all.
 
 Rule kept here: a rank is data-parallel group, then stage, then tensor-parallel rank, counted in
 that order; ranks that keep the same parts share one shard.
@@ -18,8 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from msgspec import Struct
@@ -27,6 +23,7 @@ from returns.pipeline import is_successful
 from returns.result import Failure, Result, Success
 
 from rollsync.pure.refit.buckets import TensorSpec
+from rollsync.pure.refit.cuts import holds_all_experts, slices
 from rollsync.pure.refit.errors import (
     DimensionNotDivisible,
     ExpertGroupsUneven,
@@ -35,39 +32,7 @@ from rollsync.pure.refit.errors import (
     TooFewLayers,
     WorldNotDivisible,
 )
-from rollsync.pure.refit.layout import Box, Part, slice_of, whole
-
-VOCABULARY_PADDING: Final = 64
-
-
-class Cut(Enum):
-    """How tensor-parallel ranks divide a tensor."""
-
-    ROWS = "rows"
-    KV_HEADS = "key and value heads"
-    ROW_PAIRS = "rows of each half"
-    COLUMNS = "columns"
-    VOCABULARY = "vocabulary"
-
-
-CUT_OF_MODULE: Final = {
-    "q_proj": Cut.ROWS,
-    "q_b_proj": Cut.ROWS,
-    "kv_b_proj": Cut.ROWS,
-    "k_proj": Cut.KV_HEADS,
-    "v_proj": Cut.KV_HEADS,
-    "gate_proj": Cut.ROWS,
-    "up_proj": Cut.ROWS,
-    "gate_up_proj": Cut.ROW_PAIRS,
-    "w1": Cut.ROWS,
-    "w3": Cut.ROWS,
-    "o_proj": Cut.COLUMNS,
-    "down_proj": Cut.COLUMNS,
-    "w2": Cut.COLUMNS,
-    "embed_tokens": Cut.VOCABULARY,
-    "lm_head": Cut.VOCABULARY,
-}
-"""By the name of the module that holds the tensor; a module that is not here is kept whole."""
+from rollsync.pure.refit.layout import Box, Part, parts_of, slice_of, whole
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
@@ -106,6 +71,18 @@ class _Located(NamedTuple):
     spec: TensorSpec
     layer: int | None
     expert: int | None
+    """Whose tensor it is, where each expert has tensors of its own."""
+    experts: int
+    """How many it holds something of; 0 when it is of one, or of none."""
+
+
+class _Model(NamedTuple):
+    tensors: Sequence[_Located]
+    by_name: Mapping[str, TensorSpec]
+    layers: int
+    experts: int
+    """Of a layer, where each expert has tensors of its own."""
+    kv_heads: int | None
 
 
 def plan_shards(
@@ -121,18 +98,19 @@ def plan_shards(
     error = check_parallelism(parallelism)
     if error is not None:
         return Failure(error)
-    located = [_Located(spec, _number(_LAYER, spec), _number(_EXPERT, spec)) for spec in specs]
+    located = [_located(spec) for spec in specs]
     layers = 1 + max((each.layer or 0 for each in located), default=0)
     if layers < parallelism.pipeline_parallel:
         return Failure(TooFewLayers(layers=layers, pipeline_parallel=parallelism.pipeline_parallel))
     experts = 1 + max((each.expert or 0 for each in located), default=0)
+    model = _Model(located, {spec.name: spec for spec in specs}, layers, experts, kv_heads)
     shards: dict[tuple[int, int, int], int] = {}
     layouts: list[tuple[Part, ...]] = []
     shard_of_rank: list[int] = []
     for rank in range(parallelism.rollout_world_size):
         place = place_of(rank, parallelism)
         if place not in shards:
-            layout = _layout(located, parallelism, place, (layers, experts, kv_heads))
+            layout = _layout(model, parallelism, place)
             if not is_successful(layout):
                 return Failure(layout.failure())
             shards[place] = len(layouts)
@@ -197,44 +175,35 @@ def experts_of(expert_rank: int, ranks: int, experts: int) -> range:
     return range(start, start + each + (expert_rank < more))
 
 
-def cut_of(name: str) -> Cut | None:
-    """How tensor-parallel ranks divide a tensor; None when each keeps it whole."""
-    module, _, parameter = name.rpartition(".")
-    cut = CUT_OF_MODULE.get(module.rpartition(".")[2])
-    if cut is Cut.COLUMNS and parameter == "bias":
-        return None
-    return cut
-
-
 def _layout(
-    tensors: Sequence[_Located],
-    parallelism: Parallelism,
-    place: tuple[int, int, int],
-    model: tuple[int, int, int | None],
+    model: _Model, parallelism: Parallelism, place: tuple[int, int, int]
 ) -> Result[tuple[Part, ...], DimensionNotDivisible]:
     stage, tensor_rank, expert_rank = place
-    layers, experts, kv_heads = model
-    stages = parallelism.pipeline_parallel
-    stage_of = stage_of_layers(layers, stages)
-    whole_experts = parallelism.expert_parallel > 1
-    own_experts = experts_of(expert_rank, parallelism.expert_parallel, experts)
+    stages, expert_ranks = parallelism.pipeline_parallel, parallelism.expert_parallel
+    stage_of = stage_of_layers(model.layers, stages)
+    own_experts = experts_of(expert_rank, expert_ranks, model.experts)
     parts: list[Part] = []
-    for spec, layer, expert in tensors:
+    for spec, layer, expert, experts in model.tensors:
         if layer is not None and stage_of[layer] != stage:
             continue
-        if expert is not None and whole_experts and expert not in own_experts:
+        if expert is not None and expert_ranks > 1 and expert not in own_experts:
             continue
         names = (spec.name, *spec.aliases)
         if layer is None:
             names = tuple(name for name in names if stage in _outer_stages(name, stages))
-        boxes: tuple[Box, ...] | DimensionNotDivisible = (whole(spec),)
-        if expert is None or not whole_experts:
-            boxes = _slices(spec, parallelism.tensor_parallel, tensor_rank, kv_heads)
+        boxes: tuple[Box, ...] | DimensionNotDivisible
+        if expert_ranks > 1 and experts:
+            held = experts_of(expert_rank, expert_ranks, experts)
+            boxes = (slice_of(spec, 0, held.start, len(held)),)
+        elif expert_ranks > 1 and expert is not None:
+            boxes = (whole(spec),)
+        else:
+            tensor_ranks = parallelism.tensor_parallel
+            boxes = slices(spec, model.by_name, tensor_ranks, tensor_rank, model.kv_heads)
         if isinstance(boxes, DimensionNotDivisible):
             return Failure(boxes)
-        for box in boxes:
-            if box.elements or not math.prod(spec.shape):
-                parts.extend(Part(name, box) for name in names)
+        kept = parts_of(spec, boxes) if math.prod(spec.shape) else boxes
+        parts.extend(Part(name, box) for box in kept for name in names)
     return Success(tuple(parts))
 
 
@@ -243,50 +212,9 @@ def _outer_stages(name: str, stages: int) -> tuple[int, ...]:
     return (0,) if "embed_tokens" in name.split(".") else (stages - 1,)
 
 
-def _slices(
-    spec: TensorSpec, ranks: int, rank: int, kv_heads: int | None
-) -> tuple[Box, ...] | DimensionNotDivisible:
-    """What a rank keeps of a tensor: one box, or one of each half."""
-    if ranks == 1 or not spec.shape or cut_of(spec.name) is not Cut.ROW_PAIRS:
-        box = _slice(spec, ranks, rank, kv_heads)
-        return box if isinstance(box, DimensionNotDivisible) else (box,)
-    half, odd = divmod(spec.shape[0], 2)
-    if odd or half % ranks:
-        return DimensionNotDivisible(
-            tensor=spec.name, dimension=0, size=spec.shape[0], parts=2 * ranks
-        )
-    each = half // ranks
-    return slice_of(spec, 0, rank * each, each), slice_of(spec, 0, half + rank * each, each)
-
-
-def _slice(
-    spec: TensorSpec, ranks: int, rank: int, kv_heads: int | None
-) -> Box | DimensionNotDivisible:
-    cut = cut_of(spec.name)
-    if ranks == 1 or cut is None or not spec.shape:
-        return whole(spec)
-    if cut is Cut.VOCABULARY:
-        padded = spec.shape[0] + -spec.shape[0] % VOCABULARY_PADDING
-        each = padded // ranks
-        start = min(rank * each, spec.shape[0])
-        size = min(each, spec.shape[0] - start)
-        return (
-            DimensionNotDivisible(tensor=spec.name, dimension=0, size=padded, parts=ranks)
-            if padded % ranks
-            else slice_of(spec, 0, start, size)
-        )
-    parts = ranks
-    if cut is Cut.KV_HEADS and kv_heads is not None and kv_heads < ranks:
-        if ranks % kv_heads:
-            return DimensionNotDivisible(tensor=spec.name, dimension=0, size=kv_heads, parts=ranks)
-        parts, rank = kv_heads, rank * kv_heads // ranks
-    dimension = 1 if cut is Cut.COLUMNS else 0
-    length = spec.shape[dimension]
-    if length % parts:
-        return DimensionNotDivisible(
-            tensor=spec.name, dimension=dimension, size=length, parts=parts
-        )
-    return slice_of(spec, dimension, rank * (length // parts), length // parts)
+def _located(spec: TensorSpec) -> _Located:
+    experts = spec.shape[0] if holds_all_experts(spec) else 0
+    return _Located(spec, _number(_LAYER, spec), _number(_EXPERT, spec), experts)
 
 
 def _number(pattern: re.Pattern[str], spec: TensorSpec) -> int | None:

@@ -26,6 +26,7 @@ from rollsync.pure.refit import (
     resolve_bucket_bytes,
 )
 from rollsync.pure.refit.estimate import Links, RefitEstimate, RouteEstimate, estimate_refit
+from rollsync.pure.refit.fused_experts import fuse_experts
 from rollsync.pure.refit.parallel import Parallelism, Shards, plan_shards, whole_model
 from rollsync.shell.cli._console import CommandConsole
 from rollsync.shell.cli._model_files import ModelFiles, PlanRefused, read_model
@@ -51,6 +52,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel: int
     expert_parallel: int
     whole: bool
+    fused_experts: bool
     ratio: float
     memory_gib: float
     link_gb_per_s: float
@@ -79,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     worlds.add_argument("--ep", type=_positive, default=1, help="ranks that share the experts")
     worlds.add_argument(
         "--whole", action="store_true", help="send whole tensors, not each rank's slices"
+    )
+    worlds.add_argument(
+        "--fused-experts",
+        action="store_true",
+        help="the experts of a layer in two tensors, as transformers 5 has them, not one by one",
     )
     worlds.add_argument(
         "--workers-per-host",
@@ -119,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
     source: Path = args.source
     options = _options(args)
     model = read_model(source)
+    if options.fused_experts:
+        model = msgspec.structs.replace(model, tensors=fuse_experts(model.tensors))
     estimate = _estimate(model, options)
     if args.json:
         document = {
@@ -143,6 +152,7 @@ def _options(args: argparse.Namespace) -> PlanOptions:
         pipeline_parallel=args.pp,
         expert_parallel=args.ep,
         whole=args.whole,
+        fused_experts=args.fused_experts,
         ratio=args.ratio,
         memory_gib=args.memory_gib,
         link_gb_per_s=link,

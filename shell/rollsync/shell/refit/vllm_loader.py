@@ -3,7 +3,9 @@
 An update is one layerwise reload: started once, fed every batch, finished once, or aborted. Rules
 kept here: a batch may be reused by its owner as soon as `load` returns; after `finish` the device
 has done everything; after `abort` the next update starts as if this one had never been, although
-the weights are a mixture until it succeeds.
+the weights are a mixture until it succeeds; and what a model's loader says it loaded was loaded by
+the reload. Some loaders (gpt-oss's of vLLM 0.32) write to parameters directly, which a reload does
+not see: it would put the old weights back.
 """
 
 import contextlib
@@ -78,6 +80,7 @@ class VllmModelUpdate:
         self._left_out: frozenset[str] = frozenset()
         self._active = False
         self._missing: set[str] = set()
+        self._loaded: set[str] = set()
 
     def leave_out(self, layers: frozenset[str]) -> None:
         """These layers get their weights by another way, straight into what serves."""
@@ -97,6 +100,7 @@ class VllmModelUpdate:
             for name, _ in self._model.named_parameters()
             if name.rpartition(".")[0] not in self._left_out
         }
+        self._loaded = set()
         with set_current_vllm_config(self._vllm_config):
             initialize_layerwise_reload(self._loaded_layers)
         if self._recorder is not None:
@@ -109,6 +113,7 @@ class VllmModelUpdate:
         with set_current_vllm_config(self._vllm_config), self._watched(batch):
             loaded = self._load_weights(iter(batch))
         # A model without a record of what it loaded, like vLLM's own loader, is not checked.
+        self._loaded |= self._missing.intersection(loaded or ())
         self._missing = set() if loaded is None else self._missing.difference(loaded)
         self._keep_what_waits(batch)
         _synchronize_device()
@@ -118,6 +123,7 @@ class VllmModelUpdate:
 
         Raises:
             WeightMismatch: when a parameter got no weights; the update stays open for `abort`.
+            RefitError: when one would keep its old weights, as its loader passed the reload by.
         """
         if not self._active:
             raise RefitError("no weight update of this model is active")
@@ -128,6 +134,7 @@ class VllmModelUpdate:
                 tensor=min(self._missing),
                 remedy="send every weight that the engine's checkpoint holds",
             )
+        self._check_reloaded()
         with set_current_vllm_config(self._vllm_config), self._watched(()):
             finalize_layerwise_reload(self._loaded_layers, self._model_config)
             _process_tied_layers(self._model)
@@ -148,6 +155,19 @@ class VllmModelUpdate:
             finalize_layerwise_reload(self._loaded_layers, self._model_config)
         _synchronize_device()
         self._active = False
+
+    def _check_reloaded(self) -> None:
+        for name in sorted(self._loaded):
+            layer, _, parameter = name.rpartition(".")
+            waiting = get_layerwise_info(self._model.get_submodule(layer))
+            if waiting.can_load() and all(
+                known != parameter for known, _ in waiting.loaded_weights
+            ):
+                raise RefitError(
+                    f"{type(self._model).__name__} writes {name!r} past vLLM's layerwise reload, "
+                    "which would keep the old weights",
+                    remedy="use a model, or a vLLM, whose loader calls each parameter's own",
+                )
 
     def _watched(
         self, batch: Sequence[tuple[str, torch.Tensor]]
