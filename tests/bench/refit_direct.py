@@ -1,235 +1,71 @@
-"""What a receiver reads straight from the policy's memory into its parameters, beside the copy
-that this comes down to: a memory copy by one thread, and one read of flat memory, by the kernel or
-over NIXL. All memory is of ordinary pages.
+"""What a receiver reads straight from the policy's memory into its parameters, beside bare reads of
+the same weights into the same parameters: one call for each, by the kernel or over NIXL, without
+names, messages or checksums.
+
+How fast the kernel reads depends on the pages of the memory. So everything is measured twice: while
+the kernel gives large pages to neither process, as if it could not, which is how a trainer's memory
+mostly is; and when the first syncs have made them large. Beside it, as what the machine does while
+all this goes on, a memory copy by one thread and bare reads of flat memory, all of ordinary pages.
 
 Two processes, a core each; each way runs once a round. Called by `bench_refit`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
-import multiprocessing
-import os
 import statistics
-import time
 from collections.abc import Sequence
-from contextlib import aclosing
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
-from rollsync.pure.refit.control import Destination
-from rollsync.pure.refit.load_plan import Copy, Region
-from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
-from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
-from rollsync.shell.refit.engines.nixl_agent import NixlAgent, memory_of
-from rollsync.shell.refit.engines.process_memory import read_memory
-from rollsync.shell.refit.weights import dtype_name
+from tests.bench.refit_direct_ends import FLAT_BYTES, Ends, Shapes, Variant
 
-ROUNDS = 5
-MIB = 1 << 20
-FLAT_BYTES = 512 * MIB
-BUCKET_MIB = 12
-SERVED_S = 3.0
-_PR_SET_PTRACER = 0x59616D61
-COPY = "memory copy in a process of its own"
-RAW = {"shm": "raw process_vm_readv", "nixl": "raw NIXL read in a process of its own"}
-Shapes = Sequence[tuple[str, tuple[int, ...]]]
+ROUNDS: Final = 5
+SYNCS_TO_SETTLE: Final = 4
+"""Until the connection is there and all pages that can be large are: 512 MiB a sync."""
+GOAL: Final = 0.9
+COPY: Final = "memory copy in a process of its own"
+BARE: Final = {"shm": "bare process_vm_readv", "nixl": "bare NIXL read"}
+VARIANTS: Final[Sequence[Variant]] = [
+    (backend, hashed) for backend in BARE for hashed in (True, False)
+]
+ORDINARY, LARGE = PAGES = ("ordinary pages", "large pages")
 
 
-class End:
-    """The policy (rank 0) or the rollout worker (rank 1)."""
+def bare(backend: str, what: str) -> str:
+    """The name of bare reads: of flat memory, or of each weight."""
+    return f"{BARE[backend]} of {what}"
 
-    def __init__(self, rank: int, sets: dict[str, Shapes]) -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        torch.set_num_threads(1)
-        # Where siblings may not read each other's memory, the raw read may.
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_long(-1), 0, 0, 0)
-        self._rank = rank
-        self._weights = {
-            key: {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes}
-            for key, shapes in sets.items()
+
+def ours(variant: Variant, pages: str) -> str:
+    """The name of the direct way."""
+    backend, checksum = variant
+    return f"{backend} direct, {'' if checksum else 'without checksums, '}{pages}"
+
+
+@dataclass
+class _Figures:
+    """Seconds of what moves so many bytes, by name."""
+
+    model_bytes: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    is_flat: set[str] = field(default_factory=set)
+
+    def note(self, name: str, seconds: float, *, flat: bool = False) -> None:
+        """One more measurement."""
+        self.seconds.setdefault(name, []).append(seconds)
+        if flat:
+            self.is_flat.add(name)
+
+    def rates(self) -> dict[str, float]:
+        """The median of each, in GB/s."""
+        return {
+            name: (FLAT_BYTES if name in self.is_flat else self.model_bytes)
+            / statistics.median(values)
+            / 1e9
+            for name, values in self.seconds.items()
         }
-        self._flat = torch.ones(FLAT_BYTES, dtype=torch.uint8)
-        self._other = torch.zeros(FLAT_BYTES, dtype=torch.uint8)
-        self._engine: CheckpointEngine | None = None
-        self._agent = NixlAgent("UCX", {})
-        self._agent.register([self._flat, self._other])
-        self._peer = ""
-
-    def place(self) -> tuple[int, int, bytes]:
-        """This process, where its flat memory is, and its agent."""
-        return os.getpid(), self._flat.data_ptr(), self._agent.metadata
-
-    def meet(self, agent: bytes) -> None:
-        """Learn of the other end's agent."""
-        self._peer = self._agent.meet(agent)
-
-    def copy(self) -> None:
-        """Copy the flat memory."""
-        self._other.copy_(self._flat)
-
-    def raw_read(self, process: int, address: int) -> None:
-        """Read the other end's flat memory."""
-        read_memory(process, [address, FLAT_BYTES], [self._other.data_ptr(), FLAT_BYTES])
-
-    def addresses(self, key: str) -> list[int]:
-        """Where the weights are."""
-        return [each.data_ptr() for each in self._weights[key].values()]
-
-    def raw_weights(self, process: int, addresses: list[int], key: str) -> None:
-        """Read the other end's weights, each by one call, into this one's."""
-        for address, each in zip(addresses, self._weights[key].values(), strict=True):
-            size = each.nbytes
-            read_memory(process, [address, size], [each.data_ptr(), size])
-
-    def serve(self, seconds: float) -> None:
-        """Answer the other end's agent."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self._agent.progress()
-            time.sleep(0.0002)
-
-    def raw_nixl_read(self, address: int) -> None:
-        """Read the other end's flat memory over NIXL, in one descriptor."""
-        kind, device = memory_of(self._flat)
-        read = self._agent.read(self._peer, (address, device, kind), self._other)
-        while not read.is_done():
-            pass
-        read.release()
-
-    def prepare(self, backend: str, checksum: bool) -> dict[str, object]:
-        """Make an engine; its metadata."""
-        self._engine = create_checkpoint_engine(
-            backend,
-            bucket_size_bytes=BUCKET_MIB * MIB,
-            engine_kwargs={"checksum": checksum, "direct": True},
-        )
-        return self._engine.prepare()
-
-    def connect(self, metadata: list[object], key: str) -> None:
-        """Let the engine know the other end, and where to read to."""
-        engine = self._made()
-        worlds = {"train_world_size": 1, "rollout_world_size": 1}
-        if self._rank == 0:
-            engine.init_policy_process_group(worker_rank=0, metadata=metadata, **worlds)
-            return
-        engine.init_rollout_process_group(rollout_rank=0, metadata=metadata, **worlds)
-        if isinstance(engine, DirectEngine):
-            engine.read_into(destinations_to(self._weights[key]))
-
-    def sync(self, key: str) -> None:
-        """One stream, nothing of which comes in batches."""
-        engine = self._made()
-        if self._rank == 0:
-            asyncio.run(engine.send_weights(self._weights[key].items()))
-        else:
-            asyncio.run(_receive_nothing(engine))
-
-    def finalize(self) -> None:
-        """Give the engine back."""
-        self._made().finalize()
-
-    def _made(self) -> CheckpointEngine:
-        if self._engine is None:
-            raise RuntimeError("call prepare first")
-        return self._engine
-
-
-async def _receive_nothing(engine: CheckpointEngine) -> None:
-    async with aclosing(engine.receive_weight_batches()) as batches:
-        async for batch in batches:
-            raise RuntimeError(f"{batch[0][0]} came through a bucket")
-
-
-def destinations_to(parameters: dict[str, torch.Tensor]) -> Destinations:
-    """Where tensors of the same names are read into as they are."""
-    whole = {name: Region(0, each.nbytes) for name, each in parameters.items()}
-    wanted = [
-        Destination(
-            name=name,
-            shape=tuple(each.shape),
-            dtype=dtype_name(each.dtype),
-            regions=(whole[name],),
-        )
-        for name, each in parameters.items()
-    ]
-    copies = {name: [Copy(region, name, region)] for name, region in whole.items()}
-    return Destinations(wanted, copies, parameters)
-
-
-def _serve(pipe: Connection, rank: int, sets: dict[str, Shapes]) -> None:
-    end = End(rank, sets)
-    while True:
-        command, *arguments = pipe.recv()
-        if command == "end":
-            return
-        pipe.send(getattr(end, command)(*arguments))
-
-
-class _Ends:
-    """Both processes."""
-
-    def __init__(self, sets: dict[str, Shapes]) -> None:
-        spawning = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in (0, 1):
-            mine, theirs = spawning.Pipe()
-            process = spawning.Process(target=_serve, args=(theirs, rank, sets), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-
-    def ask(self, rank: int, *command: object) -> Any:
-        """Let one end do something."""
-        self._pipes[rank].send(command)
-        return self._pipes[rank].recv()
-
-    def acquaint(self) -> tuple[int, int]:
-        """Let the rollout worker know the policy's agent; the policy's process, and where its flat
-        memory is."""
-        process, address, agent = self.ask(0, "place")
-        self.ask(1, "meet", agent)
-        self.raw_nixl_read_s(address)
-        return process, address
-
-    def raw_nixl_read_s(self, address: int) -> float:
-        """Seconds of one read over NIXL, while the policy's agent answers: a read may need that at
-        any time, and not only the first, to connect."""
-        self._pipes[0].send(("serve", SERVED_S))
-        start = time.perf_counter()
-        self.ask(1, "raw_nixl_read", address)
-        took = time.perf_counter() - start
-        self._pipes[0].recv()
-        return took
-
-    def ask_both(self, *command: object) -> list[Any]:
-        """Let both ends do something at once."""
-        for pipe in self._pipes:
-            pipe.send(command)
-        return [pipe.recv() for pipe in self._pipes]
-
-    def sync_s(self, backend: str, key: str, *, checksum: bool) -> float:
-        """Seconds of a sync, after one that sets the connection up."""
-        metadata = self.ask_both("prepare", backend, checksum)
-        self.ask_both("connect", metadata, key)
-        self.ask_both("sync", key)
-        start = time.perf_counter()
-        self.ask_both("sync", key)
-        took = time.perf_counter() - start
-        self.ask_both("finalize")
-        return took
-
-    def close(self) -> None:
-        """End both processes."""
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send(("end",))
-            process.join()
 
 
 def direct_rows(model: Shapes, small: Shapes) -> list[dict[str, object]]:
@@ -239,51 +75,73 @@ def direct_rows(model: Shapes, small: Shapes) -> list[dict[str, object]]:
         model: names and shapes of a model's tensors, of bfloat16.
         small: many small ones.
     """
-    ends = _Ends({"model": model, "small": small})
-    times: dict[str, list[float]] = {}
-
-    def note(name: str, seconds: float) -> None:
-        times.setdefault(name, []).append(seconds)
-
-    process, address = ends.acquaint()
-    raw: dict[str, tuple[object, ...]] = {
-        COPY: ("copy",),
-        RAW["shm"]: ("raw_read", process, address),
-    }
-    for _ in range(ROUNDS + 1):
-        for name, command in raw.items():
-            start = time.perf_counter()
-            ends.ask(1, *command)
-            note(name, time.perf_counter() - start)
-        note(RAW["nixl"], ends.raw_nixl_read_s(address))
-        for backend in RAW:
-            name = f"{backend} direct"
-            note(name, ends.sync_s(backend, "model", checksum=True))
-            note(f"{name}, without checksums", ends.sync_s(backend, "model", checksum=False))
-            note(f"{name}, small tensors", ends.sync_s(backend, "small", checksum=True))
+    ends = Ends({"model": model, "small": small})
+    found = _Figures(sum(2 * torch.Size(shape).numel() for _, shape in model))
+    _measure(ends, found, ORDINARY)
+    ends.ask_both("allow_large_pages")
+    settling = _measure(ends, found, LARGE)
+    large = min(ends.ask_both("large_bytes"))
+    each_us = {backend: _small_us(ends, (backend, True), len(small)) for backend in BARE}
     ends.close()
-    seconds = {name: statistics.median(values[1:]) for name, values in times.items()}
-    each_us = {
-        backend: seconds.pop(f"{backend} direct, small tensors") / len(small) * 1e6
-        for backend in RAW
-    }
-    moved = sum(2 * torch.Size(shape).numel() for _, shape in model)
-    rate = {
-        name: (FLAT_BYTES if name in raw else moved) / value / 1e9
-        for name, value in seconds.items()
-    }
-    result = [_row(name, value, "GB/s") for name, value in rate.items()]
-    for backend in RAW:
-        for name in (f"{backend} direct", f"{backend} direct, without checksums"):
-            for against, goal in ((RAW[backend], 0.9), (COPY, None)):
-                ratio = rate[name] / rate[against]
-                result.append(
-                    _row(name, rate[name], "GB/s", against=against, ratio=ratio, goal=goal)
-                )
+    rates = found.rates()
+    result = [_row(name, value, "GB/s") for name, value in rates.items()]
+    result += _compared(rates)
+    usual = statistics.median(found.seconds[ours(VARIANTS[0], LARGE)])
+    result += [
+        _row("shm direct, made large pages of", large / found.model_bytes, "of all bytes"),
+        _row(
+            "shm direct, making pages large, both ends at once",
+            sum(settling) - len(settling) * usual,
+            "s, once",
+        ),
+    ]
     result += [
         _row(f"{backend} direct, small tensors, both ends", value, "microseconds a tensor")
         for backend, value in each_us.items()
     ]
+    return result
+
+
+def _measure(ends: Ends, found: _Figures, pages: str) -> list[float]:
+    """Measure everything with one kind of pages; how long the first engine's first syncs took."""
+    settling: list[list[float]] = []
+    for variant in VARIANTS:
+        ends.make(variant, "model")
+        settling.append([ends.sync_s(variant, "model") for _ in range(SYNCS_TO_SETTLE)])
+    for number in range(ROUNDS + 1):
+        # The first round is a warm-up.
+        figures = found if number else _Figures(1)
+        figures.note(COPY, ends.copy_s(), flat=True)
+        for backend in BARE:
+            figures.note(bare(backend, "flat memory"), ends.raw_s(backend, "flat"), flat=True)
+            figures.note(bare(backend, f"each weight, {pages}"), ends.raw_s(backend, "model"))
+        for variant in VARIANTS:
+            figures.note(ours(variant, pages), ends.sync_s(variant, "model"))
+    ends.ask_both("finalize")
+    return settling[0]
+
+
+def _small_us(ends: Ends, variant: Variant, count: int) -> float:
+    """Microseconds for each of many small tensors."""
+    ends.make(variant, "small")
+    seconds = [ends.sync_s(variant, "small") for _ in range(ROUNDS + 1)]
+    ends.ask_both("finalize")
+    return statistics.median(seconds[1:]) / count * 1e6
+
+
+def _compared(rates: dict[str, float]) -> list[dict[str, object]]:
+    """The direct way beside the bare reads of the same pages, and of those that it found."""
+    result: list[dict[str, object]] = []
+    for variant in VARIANTS:
+        weight = {pages: bare(variant[0], f"each weight, {pages}") for pages in PAGES}
+        for name, against, goal in (
+            (ours(variant, ORDINARY), weight[ORDINARY], GOAL),
+            (ours(variant, LARGE), weight[ORDINARY], GOAL),
+            (ours(variant, LARGE), weight[LARGE], GOAL),
+            (ours(variant, LARGE), COPY, None),
+        ):
+            ratio = rates[name] / rates[against]
+            result.append(_row(name, rates[name], "GB/s", against=against, ratio=ratio, goal=goal))
     return result
 
 

@@ -19,7 +19,7 @@ import torch
 
 from rollsync.shell.refit.engines import large_pages
 from rollsync.shell.refit.engines.large_pages import LargePages, memory_in_large_pages
-from tests.bench.refit_direct import destinations_to
+from tests.bench.refit_direct_ends import destinations_to
 from tests.shell.refit.engines.test_direct import ends
 
 LARGE = 2 << 20
