@@ -24,7 +24,7 @@ from rollsync.shell.refit.engines.process_memory import read_memory
 from rollsync.shell.refit.weights import dtype_name
 
 FLAT_BYTES: Final = 512 << 20
-_BUCKET_BYTES: Final = 12 << 20
+_BUCKET_BYTES: Final = 64 << 20
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_THP_DISABLE: Final = 41
 Shapes = Sequence[tuple[str, tuple[int, ...]]]

@@ -40,7 +40,7 @@ from rollsync.shell.refit.engines.packing import StreamError
 from rollsync.shell.refit.load_recorder import bytes_of
 from rollsync.shell.refit.weights import dtype_name
 
-LARGEST_OFFER_BYTES: Final = 8 << 20
+LARGEST_OFFER_BYTES: Final = 16 << 20
 """Of a few tensors: receivers begin to read while the next ones are hashed."""
 MOST_OFFERED: Final = 512
 """How many small tensors are offered at once: for the same reason."""

@@ -244,7 +244,7 @@ class OtherRegisteredMemory:
     """
 
     slice_bytes = 4 << 20
-    unhashed_slice_bytes = 16 << 20
+    unhashed_slice_bytes = 32 << 20
     most_runs = 1024
 
     def __init__(self, agent: GiveAgent, timeout_s: float) -> None:

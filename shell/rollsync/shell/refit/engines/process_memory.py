@@ -100,7 +100,7 @@ class OtherMemory:
     """The memory of the process at the other end of a connection."""
 
     slice_bytes = 2 << 20
-    unhashed_slice_bytes = 16 << 20
+    unhashed_slice_bytes = 32 << 20
     most_runs = 1024
     """The kernel's limit for one call."""
 
