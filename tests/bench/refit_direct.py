@@ -5,7 +5,8 @@ names, messages or checksums.
 How fast the kernel reads depends on the pages of the memory. So everything is measured twice: while
 the kernel gives large pages to neither process, as if it could not, which is how a trainer's memory
 mostly is; and when the first syncs have made them large. Beside it, as what the machine does while
-all this goes on, a memory copy by one thread and bare reads of flat memory, all of ordinary pages.
+all this goes on, a memory copy by one thread and bare reads of flat memory, all of ordinary pages;
+and, as what checksums alone cost a receiver, bare reads in slices that are hashed as they come.
 
 Two processes, a core each; each way runs once a round. Called by `bench_refit`.
 """
@@ -27,6 +28,7 @@ SYNCS_TO_SETTLE: Final = 4
 GOAL: Final = 0.9
 COPY: Final = "memory copy in a process of its own"
 BARE: Final = {"shm": "bare process_vm_readv", "nixl": "bare NIXL read"}
+HASHED: Final = "bare process_vm_readv of each weight, hashed in slices"
 VARIANTS: Final[Sequence[Variant]] = [
     (backend, hashed) for backend in BARE for hashed in (True, False)
 ]
@@ -113,8 +115,10 @@ def _measure(ends: Ends, found: _Figures, pages: str) -> list[float]:
         figures = found if number else _Figures(1)
         figures.note(COPY, ends.copy_s(), flat=True)
         for backend in BARE:
-            figures.note(bare(backend, "flat memory"), ends.raw_s(backend, "flat"), flat=True)
-            figures.note(bare(backend, f"each weight, {pages}"), ends.raw_s(backend, "model"))
+            read = f"read_{backend}"
+            figures.note(bare(backend, "flat memory"), ends.raw_s(read, "flat"), flat=True)
+            figures.note(bare(backend, f"each weight, {pages}"), ends.raw_s(read, "model"))
+        figures.note(f"{HASHED}, {pages}", ends.raw_s("hash_shm", "model"))
         for variant in VARIANTS:
             figures.note(ours(variant, pages), ends.sync_s(variant, "model"))
     ends.ask_both("finalize")
@@ -139,6 +143,11 @@ def _compared(rates: dict[str, float]) -> list[dict[str, object]]:
             (ours(variant, LARGE), weight[ORDINARY], GOAL),
             (ours(variant, LARGE), weight[LARGE], GOAL),
             (ours(variant, LARGE), COPY, None),
+            *(
+                (ours(variant, pages), f"{HASHED}, {pages}", None)
+                for pages in PAGES
+                if variant == ("shm", True)
+            ),
         ):
             ratio = rates[name] / rates[against]
             result.append(_row(name, rates[name], "GB/s", against=against, ratio=ratio, goal=goal))

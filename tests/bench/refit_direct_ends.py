@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import xxhash
 
 from rollsync.pure.refit.control import Destination
 from rollsync.pure.refit.load_plan import Copy, Region
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
 from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
+from rollsync.shell.refit.engines.direct_reads import memory_at
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
 from rollsync.shell.refit.engines.process_memory import read_memory
 from rollsync.shell.refit.weights import dtype_name
 
 FLAT_BYTES: Final = 512 << 20
 _BUCKET_BYTES: Final = 64 << 20
+_HASHED_BYTES: Final = 2 << 20
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_THP_DISABLE: Final = 41
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
@@ -104,6 +107,15 @@ class End:
         """Let the kernel read the other end's weights into this one's, each by one call."""
         for (address, size), mine in zip(places, self._weights[key].values(), strict=True):
             read_memory(process, [address, size], [mine.data_ptr(), size])
+
+    def hash_shm(self, process: int, places: Places, key: str) -> None:
+        """The same as `read_shm` in slices, each hashed while it is in the cache."""
+        for (address, size), mine in zip(places, self._weights[key].values(), strict=True):
+            checksum = xxhash.xxh3_64()
+            for first in range(0, size, _HASHED_BYTES):
+                here, part = mine.data_ptr() + first, min(size - first, _HASHED_BYTES)
+                read_memory(process, [address + first, part], [here, part])
+                checksum.update(memory_at(here, part))
 
     def read_nixl(self, process: int, places: Places, key: str) -> None:
         """The same by NIXL, each by one read."""
@@ -221,11 +233,15 @@ class Ends:
         """Seconds of a copy of the flat memory."""
         return self._timed("copy")
 
-    def raw_s(self, backend: str, key: str) -> float:
+    def raw_s(self, how: str, key: str) -> float:
         """Seconds of bare reads, while the policy's agent answers: NIXL's first read needs that to
-        connect."""
+        connect.
+
+        Args:
+            how: the rollout worker's method.
+        """
         self._pipes[0].send(("answer",))
-        took = self._timed(f"read_{backend}", self._policy, self._places[key], key)
+        took = self._timed(how, self._policy, self._places[key], key)
         self._pipes[0].send(("identify",))
         self._pipes[0].recv()
         self._pipes[0].recv()

@@ -55,9 +55,12 @@ def apart(size: int, *, every: int = 1) -> torch.Tensor:
     Args:
         every: which of its pages are there: each, every second, and so on.
     """
-    memory = mmap.mmap(-1, size + 2 * LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Neighbouring mappings are one to the kernel unless they differ.
+    total = size + 2 * LARGE
+    memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Neighbouring mappings are one to the kernel unless they differ, so the last page, which is
+    # not used, is like no other one.
     memory.madvise(mmap.MADV_DONTDUMP)
+    memory.madvise(mmap.MADV_DONTFORK, total - mmap.PAGESIZE, mmap.PAGESIZE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % LARGE + LARGE // 2
     tensor = whole[begin : begin + size]
