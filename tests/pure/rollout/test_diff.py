@@ -160,6 +160,8 @@ def test_what_is_printed() -> None:
         "ledger: e0p0 admitted, finalizing, 2 of 2 siblings sealed",
         "replay: + e0p0 weight versions 0 to 0, target step 0",
         "finalizer metrics: + 1 - 0 groups",
+        "finalizer rewards: + 1 - 0 groups",
+        "rows to clear: + 2 - 0",
         "outcome: e0p1 dropped (unrecoverable) in step 1",
         "reserve: - 2 from its front",
         "shortfall of target step 0: now 1",

@@ -40,6 +40,7 @@ from rollsync.pure.rollout.state import (
 )
 from tests.pure.rollout.events_kit import (
     admit,
+    admitted,
     after,
     at,
     dispatch,
@@ -277,6 +278,21 @@ def test_what_is_plainly_sound_is_what_there_is_nothing_to_say_of() -> None:
     }
 
 
+def with_attempt(group_id: str, attempt: RolloutAttemptRecord) -> RolloutState:
+    """`base` with this first attempt of a group's first sibling."""
+    return with_record(base(), group_id, lambda record: with_first_attempts(record, attempt))
+
+
+@pytest.mark.parametrize("field", SEAL)
+def test_a_seal_is_whole_or_not_there(field: str) -> None:
+    some = replace(RESERVED, **{field: SEAL[field]})
+    whole = replace(SEALED, staged_keys=("e0p1/0/attempt-0",))
+    lacking = replace(whole, **{field: getattr(RESERVED, field)})
+    assert check_invariants(with_attempt("e0p1", whole)) == ()
+    for broken in (with_attempt("e0p2", some), with_attempt("e0p1", lacking)):
+        assert Rule.SEALED_FIELDS in {each.rule for each in check_invariants(broken)}
+
+
 def test_three_names_of_a_group_agree() -> None:
     record = base().ledger.groups["e0p1"]
     for key, named, prompted in product(("e0p1", "e0p2"), repeat=3):
@@ -313,6 +329,10 @@ def unstamped() -> RolloutState:
     state = after(state, admit(state, 0, 1))
     state = made_ready(after(state, admit(state, 2, 3)), "e0p0", "e0p1", "e0p2", "e0p3")
     return after(state, *train(state, "e0p0", "e0p1"))
+
+
+def with_version(state: RolloutState, version: int) -> RolloutState:
+    return with_record(state, "e0p0", lambda r: replace(r, start_weight_version=version))
 
 
 def with_progress(state: RolloutState, **fields: int) -> RolloutState:
@@ -372,6 +392,8 @@ EDGES: list[tuple[RolloutState, Rule | None]] = [
     (with_record(later(), "e0p5", lambda r: replace(r, start_weight_version=0)), None),
     (with_record(later(), "e0p5", lambda r: replace(r, start_weight_version=-1)), Rule.COUNTERS),
     (with_record(later(), "e0p5", lambda r: replace(r, start_weight_version=2)), Rule.COUNTERS),
+    (with_version(admitted(0), 0), None),
+    (with_version(admitted(0), 1), Rule.COUNTERS),
     (with_ready(later(), "e0p2", start_weight_version=1, end_weight_version=1), None),
     (with_ready(later(), "e0p2", start_weight_version=2, end_weight_version=2), Rule.COUNTERS),
     (with_ready(later(), "e0p2", start_weight_version=-1), Rule.COUNTERS),

@@ -131,3 +131,12 @@ def test_rows_are_listed_in_order_whatever_the_order_of_groups() -> None:
         f"e0p{position}" for position in positions
     )
     assert (inventory.admitted_group_count, inventory.replay_group_count) == (6, 6)
+
+
+def test_groups_too_many_and_too_few_are_told_apart() -> None:
+    more, fewer = (
+        describe_problem(BatchesUnaccounted(difference=difference, num_prompts_per_step=3))
+        for difference in (1, -1)
+    )
+    assert "there are 1 groups more than batches of 3 account for" in more
+    assert "there are 1 groups fewer than batches of 3 account for" in fewer

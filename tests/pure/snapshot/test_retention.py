@@ -139,6 +139,12 @@ def test_the_oldest_go_by_number_and_not_by_name() -> None:
     assert plan.snapshots == (place(10, 9), place(10, 10), place(100, 9), place(100, 10))
 
 
+def test_checkpoints_go_oldest_first() -> None:
+    steps = [16, 2, 100, 8, 33, 1, 64]
+    plan = plan_retention([bundle(step) for step in steps], limits(1, 1))
+    assert plan.anchors == (1, 2, 8, 16, 33, 64)
+
+
 def test_snapshots_from_before_a_resume_count() -> None:
     listing = (bundle(1), *(bundle(1, number) for number in (1, 2, 3, 4)))
     plan = plan_retention(listing, limits(1, 2), protected=[place(1, 2)])
