@@ -230,6 +230,24 @@ def test_a_name_that_another_has_taken_meanwhile_is_not_ours(tmp_path: Path) -> 
         store_at(tmp_path).choose()
 
 
+class Vanishing(RealFileSystem):
+    """What is to get its name is gone, under any name."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name == "000001":
+            shutil.rmtree(source)
+        super().rename(source, target)
+
+
+def test_what_is_gone_before_it_has_its_name_is_not_published(tmp_path: Path) -> None:
+    store = store_at(tmp_path, fs=Vanishing())
+    draft = store.begin(SNAPSHOT, 0)
+    with pytest.raises(FileNotFoundError):
+        draft.publish(facts(SNAPSHOT, 0, mutation_version=1), {STATE: state_of(1)})
+    draft.abandon()
+    assert chosen_save(store_at(tmp_path)) == 0
+
+
 def test_abandoning_after_publication_does_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     draft = store.begin(SNAPSHOT, 0)
