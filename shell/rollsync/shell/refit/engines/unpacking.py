@@ -199,7 +199,7 @@ class StreamUnpacker:
     def place_for(self, stretch: Stretch) -> torch.Tensor | None:
         """Where `stretch` is to be read to, before it is; None: to its place in the ring."""
         tensor = stretch.tensor
-        if tensor is None or not self._assembly.can_be_read_into or not self._has_room(tensor):
+        if tensor is None or not self._has_room(tensor) or not self._assembly.can_be_read_into:
             return None
         stretch.is_in_place = True
         first = stretch.begin - tensor.start
