@@ -115,7 +115,6 @@ CASES = {
     "sliced-fused-experts": Case(parallel(2, tensor=2), experts=4, fused=True),
     "whole-fused-experts": Case(parallel(2, tensor=2, expert=2), experts=5, fused=True),
     "fused-projections": Case(parallel(2, tensor=2), kv_heads=2, fused=True),
-    "a-repeated-fused-head": Case(parallel(2, tensor=2), kv_heads=1, fused=True),
 }
 
 
