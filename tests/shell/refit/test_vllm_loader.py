@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from rollsync.shell.refit.errors import RefitError, WeightMismatch
+from rollsync.shell.refit.errors import UnsupportedVllm, WeightMismatch
 
 if TYPE_CHECKING:
     from rollsync.shell.refit.vllm_loader import VllmModelUpdate
@@ -58,7 +58,7 @@ def test_a_loader_that_passes_the_reload_by_is_refused_and_its_model_as_it_was()
     update = update_of(model)
     update.start()
     update.load([(name, torch.ones(2, 3)) for name in old])
-    with pytest.raises(RefitError, match=r"'experts\.weight' past"):
+    with pytest.raises(UnsupportedVllm, match=r"'experts\.weight' past"):
         update.finish()
     update.abort()
     assert torch.equal(model.experts.weight, old["experts.weight"])

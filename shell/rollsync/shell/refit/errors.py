@@ -36,7 +36,7 @@ class WeightTransferFailed(RefitError):
 
 
 class UnsupportedVllm(RefitError):
-    """The installed vLLM is not one that rollsync was written for."""
+    """The installed vLLM, or its loader of this model, is not one that rollsync was written for."""
 
 
 class EngineStepFailed(RefitError):

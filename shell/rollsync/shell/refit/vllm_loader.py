@@ -123,7 +123,7 @@ class VllmModelUpdate:
 
         Raises:
             WeightMismatch: when a parameter got no weights; the update stays open for `abort`.
-            RefitError: when one would keep its old weights, as its loader passed the reload by.
+            UnsupportedVllm: when one would keep its old weights, as a loader passed the reload by.
         """
         if not self._active:
             raise RefitError("no weight update of this model is active")
@@ -163,7 +163,7 @@ class VllmModelUpdate:
             if waiting.can_load() and all(
                 known != parameter for known, _ in waiting.loaded_weights
             ):
-                raise RefitError(
+                raise UnsupportedVllm(
                     f"{type(self._model).__name__} writes {name!r} past vLLM's layerwise reload, "
                     "which would keep the old weights",
                     remedy="use a model, or a vLLM, whose loader calls each parameter's own",
