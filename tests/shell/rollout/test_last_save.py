@@ -11,6 +11,7 @@ from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason a
 from rollsync.pure.rollout.events import GroupsClaimed, OptimizerCommitOpened, StepCommitted
 from rollsync.shell.rollout.last_save import LastSaveEnd, save_last
 from rollsync.shell.rollout.snapshot_pump import RolloutSaveError
+from rollsync.shell.rollout.train_pump import CheckpointFailed
 from tests.shell.rollout.world import PARTITION, World
 
 DISK_FULL = OSError(28, "No space left on device")
@@ -95,6 +96,26 @@ async def test_a_step_that_does_not_end_in_time_is_said(tmp_path: Path) -> None:
     assert "missing_trainer_anchor: the newest step has no checkpoint" in end.how
     assert world.archive.bundles() == []
     assert training.told.is_set()
+
+
+@pytest.mark.asyncio
+async def test_a_train_pump_that_fails_instead_of_ending_has_saved_nothing(tmp_path: Path) -> None:
+    world = await after_step_1(tmp_path)
+    told = asyncio.Event()
+
+    async def fail() -> None:
+        await told.wait()
+        raise CheckpointFailed("the checkpoint failed", remedy="make room")
+
+    training = asyncio.create_task(fail())
+    with pytest.raises(CheckpointFailed, match="the checkpoint failed"):
+        await save_last(
+            world.snapshotter,
+            training,
+            stop_after_step=told.set,
+            train_steps=lambda: world.cell.state.progress.train_steps,
+            until_s=None,
+        )
 
 
 @pytest.mark.asyncio
