@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rollsync.pure.snapshot.places import LOCK_FILE
+from rollsync.pure.config import RetentionConfig
+from rollsync.pure.snapshot.manifest import MANIFEST_FILE
+from rollsync.pure.snapshot.places import ANCHOR_FILE, LOCK_FILE
 from rollsync.shell.cli import main
+from rollsync.shell.store import RealFileSystem, collect, examine
 from tests.shell.store.kit import STATE, chosen_save, save_checkpoint, save_snapshot, store_at
 
 Capture = pytest.CaptureFixture[str]
@@ -69,6 +74,31 @@ def test_damage_is_told_in_words(run_directory: Path, capsys: Capture) -> None:
     assert f"note: segments/{'0' * 64}: no bundle needs it" in text
     assert "notes.txt" not in text
     assert "5 bundles, 2 damaged; a resume takes step_000001/snapshots/000001" in text
+
+
+class Counting(RealFileSystem):
+    """Counts how often each file is read."""
+
+    def __init__(self) -> None:
+        self.reads: Counter[Path] = Counter()
+
+    def read(self, path: Path) -> Iterator[bytes]:
+        self.reads[path] += 1
+        return super().read(path)
+
+
+def test_what_may_be_large_is_read_once(run_directory: Path) -> None:
+    limits = RetentionConfig(trainer_checkpoints=1)
+    large = {
+        path
+        for path in run_directory.rglob("*")
+        if path.is_file() and path.name not in (MANIFEST_FILE, ANCHOR_FILE, LOCK_FILE)
+    }
+    examining, collecting = Counting(), Counting()
+    assert examine(run_directory, examining).is_whole
+    collect(run_directory, collecting, limits, dry_run=True)
+    for files in (examining, collecting):
+        assert {path: files.reads[path] for path in large} == dict.fromkeys(large, 1)
 
 
 def test_json_has_everything(run_directory: Path, capsys: Capture) -> None:

@@ -35,6 +35,7 @@ from rollsync.pure.rollout.sampler import (
 from rollsync.pure.rollout.state import Dropped, PromptPlace
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.rollout import segments
+from rollsync.shell.rollout.archive import STATE_FILE
 from rollsync.shell.rollout.captured import DATA_PLANE_FILE, REPLAY_METADATA_FILE
 from rollsync.shell.rollout.data_plane import InProcessDataPlane, PinnedRows, Row, StoredRow, Tags
 from rollsync.shell.rollout.errors import DataPlaneError
@@ -156,6 +157,24 @@ async def test_a_state_file_that_cannot_be_read_is_named(tmp_path: Path, damage:
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] if damage == b"half" else damage)
     await check_refused(World(tmp_path), f"state segment {path.name}")
+
+
+@pytest.mark.asyncio
+async def test_a_state_in_a_file_of_its_own_is_read_and_named(tmp_path: Path) -> None:
+    """As bundles of layout 1 have it."""
+    world = await saved(tmp_path)
+    bundle = newest_bundle(world)
+    facts = replace(bundle.facts, state_segments=())
+    (bundle.path / "manifest").write_bytes(msgspec.json.encode(facts))
+    (bundle.path / STATE_FILE).write_bytes(encode(world.state))
+    after = World(tmp_path)
+    assert await after.restore() is not None
+    assert after.state.replay == world.state.replay
+    changed = World(tmp_path)
+    del changed.samples.contents["s0"]
+    await check_refused(changed, f"{bundle.path / STATE_FILE}: 1 prompts in flight")
+    (bundle.path / STATE_FILE).write_bytes(b"garbage")
+    await check_refused(World(tmp_path), f"{bundle.path / STATE_FILE}: ")
 
 
 @pytest.mark.asyncio

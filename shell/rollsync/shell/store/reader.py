@@ -180,6 +180,7 @@ class RunReader:
         *,
         contents: bool = True,
         segments: bool = True,
+        trainer: bool = True,
         but_not: Collection[str] = (),
     ) -> Result[RolloutSnapshotManifest, Fault]:
         """A bundle's manifest, if the bundle is whole. Of a snapshot, this says nothing about the
@@ -196,7 +197,9 @@ class RunReader:
             return read
         manifest = read.unwrap()
         directory = self.path(place)
-        files = [file for file in manifest.files if segments or not is_of_rollout(file.name)]
+        files = [
+            file for file in manifest.files if (segments if is_of_rollout(file.name) else trainer)
+        ]
         wanted = [(directory / file.name, file.name, file) for file in files]
         for segment in manifest.shared if segments else ():
             if segment.digest in but_not:

@@ -135,7 +135,10 @@ class Survey:
     def _checked_alone(self, place: BundlePlace) -> Checked:
         known = self._alone.get(place)
         if known is None:
-            known = self._reader.verified(place, but_not=self._compared)
+            # A checkpoint's weights are most of it, and its snapshots have asked for them before.
+            anchor = self._anchors.get(place)
+            seen = anchor is not None and is_successful(anchor)
+            known = self._reader.verified(place, trainer=not seen, but_not=self._compared)
             if is_successful(known):
                 self._compared.update(names_of(known.unwrap()))
             # An error of the disk may be gone the next time.
