@@ -282,6 +282,23 @@ async def test_random_crowds_with_cancellations_keep_the_rules(seed: int) -> Non
 
 
 @pytest.mark.asyncio
+async def test_only_a_task_enters() -> None:
+    """A callback of the loop is none, and could not be told from another one that is inside."""
+    barrier = DataPlaneCheckpointBarrier()
+    refused: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def enter() -> None:
+        try:
+            barrier.checkpoint().__aenter__().__await__().__next__()
+        except (BarrierMisuse, StopIteration) as error:
+            refused.set_result(error)
+
+    asyncio.get_running_loop().call_soon(enter)
+    assert isinstance(await refused, BarrierMisuse)
+    assert await is_free(barrier)
+
+
+@pytest.mark.asyncio
 async def test_telemetry_counts_kinds_waits_and_holds_since_the_last_reading() -> None:
     barrier = DataPlaneCheckpointBarrier()
     began_s = asyncio.get_running_loop().time()

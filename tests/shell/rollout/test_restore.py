@@ -39,6 +39,7 @@ from rollsync.shell.rollout.archive import STATE_FILE
 from rollsync.shell.rollout.captured import DATA_PLANE_FILE, REPLAY_METADATA_FILE
 from rollsync.shell.rollout.data_plane import InProcessDataPlane, PinnedRows, Row, StoredRow, Tags
 from rollsync.shell.rollout.errors import DataPlaneError
+from rollsync.shell.rollout.restore import RolloutRestorer
 from rollsync.shell.rollout.segments import SegmentError, decode_segment
 from tests.pure.rollout.events_kit import admit, dispatch, reserve
 from tests.shell.rollout.cancelling import is_free
@@ -525,6 +526,14 @@ async def test_a_segment_of_which_no_row_is_loaded_is_only_validated(
     await resumed.restore(resumed.policy(load_buffer=False))
     assert (reads.count(ready), reads.count(staged)) == (1, 2)
     assert set(await resumed.rows()) == {"e0p1/0/attempt-0"}
+
+
+@pytest.mark.asyncio
+async def test_a_restore_needs_no_writer(tmp_path: Path) -> None:
+    world, after = await saved(tmp_path), World(tmp_path)
+    restorer = RolloutRestorer(after.parts, archive=after.archive, policy=after.policy())
+    assert await restorer.restore() is not None
+    assert after.state.replay == world.state.replay
 
 
 @pytest.mark.asyncio

@@ -305,6 +305,21 @@ def test_a_damaged_checkpoint_gives_way_to_another_of_the_same_step(tmp_path: Pa
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 
+def test_a_damaged_checkpoint_stays_until_another_of_its_step_is_durable(tmp_path: Path) -> None:
+    fs = FailingFileSystem()
+    store = store_at(tmp_path, fs=fs)
+    save_snapshot(store, 0, 1)
+    path = save_checkpoint(store, 1, 2)
+    (path / STATE).write_bytes(state_of(7))
+    assert chosen_save(store) == 1
+    draft = store.begin(CHECKPOINT, 1)
+    fs.failing = [("sync_directory", r"\.draft-[0-9]+-step_000001$")]
+    with pytest.raises(OSError, match="Input/output error"):
+        draft.publish(facts(CHECKPOINT, 1, mutation_version=3), {STATE: state_of(3)})
+    assert fs.failed == 1
+    assert (path / "trainer" / WEIGHTS).exists()
+
+
 def test_a_checkpoint_made_anew_has_a_place_for_snapshots(tmp_path: Path) -> None:
     """By the process that made the one before it, which remembers the directories of that."""
     store = store_at(tmp_path)
