@@ -61,11 +61,13 @@ async def test_it_saves_every_interval_until_stopped(tmp_path: Path) -> None:
     assert len(world.archive.bundles()) >= 3
 
 
+@pytest.mark.parametrize("interval_s", [1.0, 60.0])
 @pytest.mark.asyncio
-async def test_it_stops_without_waiting_for_the_interval(tmp_path: Path) -> None:
+async def test_it_stops_without_waiting_for_the_interval(tmp_path: Path, interval_s: float) -> None:
     world = World(tmp_path)
     stop = asyncio.Event()
-    running = asyncio.create_task(pump(world, CheckpointingConfig()).run(stop))
+    saving = CheckpointingConfig(snapshot_interval_s=interval_s)
+    running = asyncio.create_task(pump(world, saving).run(stop))
     await asyncio.sleep(0)
     stop.set()
     await running

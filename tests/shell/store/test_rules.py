@@ -266,6 +266,23 @@ def test_an_abandoned_draft_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path / "bootstrap" / "snapshots") == []
 
 
+def test_a_draft_that_cannot_be_deleted_is_left_to_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fs = FailingFileSystem()
+    store = store_at(tmp_path, fs=fs)
+    draft = store.begin(SNAPSHOT, 0)
+    (draft.path / "episodes").write_bytes(b"1")
+    fs.failing = [("remove_file", "episodes")]
+    draft.abandon()
+    assert "is left to the next save" in caplog.text
+    assert draft.path.exists()
+    fs.failing = []
+    save_snapshot(store, 0, 1)
+    store.prune()
+    assert names(tmp_path / "bootstrap" / "snapshots") == ["000001"]
+
+
 # 3. Nothing is replaced, and choosing writes nothing.
 
 
