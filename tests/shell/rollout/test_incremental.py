@@ -285,6 +285,18 @@ async def test_a_chain_is_bounded_in_links_and_in_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_claims_are_rolled_back_also_where_a_chain_begins_anew(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.ready(0, 1)
+    await save(world)
+    await world.do(GroupsClaimed(step=1, group_ids=("e0p0", "e0p1")))
+    await world.admit(*range(2, 40))
+    saved, bundle = await save(world), newest(world)
+    assert len(bundle.facts.state_segments) == 1, "a large change is written whole"
+    assert decode(bundle.newest_link.read_bytes(), RolloutState).unwrap() == saved
+
+
+@pytest.mark.asyncio
 async def test_retention_keeps_every_link_that_a_chain_needs(tmp_path: Path) -> None:
     world = world_at(tmp_path, keep=1)
     await world.admit(*range(60))
