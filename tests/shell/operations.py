@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 from collections.abc import Iterator
+from inspect import Parameter, signature
 from pathlib import Path
 
 import msgspec
 from msgspec import inspect
 
 from rollsync.pure.config import MasterConfig
+from rollsync.shell.refit.engines.factory import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 _METRIC = re.compile(r"\"(rollsync_refit_\w+|rollout_checkpoint/[a-z_]+)\"")
@@ -19,6 +22,16 @@ _METRIC = re.compile(r"\"(rollsync_refit_\w+|rollout_checkpoint/[a-z_]+)\"")
 def settings() -> dict[str, str]:
     """Dotted path of every setting, and its default as JSON; `required` where there is none."""
     return dict(_settings(inspect.type_info(MasterConfig), ""))
+
+
+def engine_options() -> dict[tuple[str, str], str]:
+    """By built-in checkpoint engine and option, the default as JSON."""
+    return {
+        (backend, option): msgspec.json.encode(parameter.default).decode()
+        for backend, target in BUILT_IN.items()
+        for option, parameter in signature(pkgutil.resolve_name(target)).parameters.items()
+        if parameter.kind is Parameter.KEYWORD_ONLY
+    }
 
 
 def metrics() -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.shell.operations import ROOT, errors, metrics, settings
+from tests.shell.operations import ROOT, engine_options, errors, metrics, settings
 
 DOCUMENT = (ROOT / "docs" / "operations.md").read_text()
 
@@ -32,3 +32,12 @@ def test_every_metric_is_there() -> None:
 def test_every_error_is_there_with_what_to_do() -> None:
     assert set(names("Errors")) == set(errors())
     assert all(len(cells) == 3 and all(cells) for cells in rows("Errors"))
+
+
+def test_every_option_of_a_checkpoint_engine_is_there_with_its_default() -> None:
+    written = {
+        (backend, cells[0].strip("`")): cells[2].strip("`")
+        for cells in rows("Options of the checkpoint engines")
+        for backend in re.findall(r"`(\w+)`", cells[1])
+    }
+    assert written == engine_options()

@@ -10,7 +10,8 @@ import torch
 
 from rollsync.pure.refit.layout import Box
 from rollsync.pure.refit.load_plan import LoadPlan, Region
-from rollsync.shell.refit.load_recorder import LoadRecorder, bytes_of, serving_tensors
+from rollsync.shell.refit.boxes import bytes_of
+from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
 from rollsync.shell.refit.torch_update import TorchModelUpdate
 from rollsync.shell.refit.weights import checkpoint_weights
 from tests.shell.refit.tiny_models import make_model

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollsync.pure.refit.layout import joined, whole
-from rollsync.shell.refit.load_recorder import LoadRecorder, bytes_of, serving_tensors
+from rollsync.shell.refit.boxes import bytes_of
+from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
 from rollsync.shell.refit.weights import checkpoint_weights
 from tests.shell.refit.tiny_models import make_model, save_model
 from tests.shell.refit.vllm_models import VllmModel, on_ranks

@@ -34,6 +34,7 @@ from rollsync.pure.refit.load_plan import (
     plan_load,
     region_of,
 )
+from rollsync.shell.refit.boxes import bytes_of
 from rollsync.shell.refit.operations import watched
 from rollsync.shell.refit.weights import dtype_name
 
@@ -408,15 +409,6 @@ class LoadRecorder:
         if key not in self._references:
             self._references[key] = StorageWeakRef(storage)
         return key
-
-
-def bytes_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The bytes of a region of a contiguous tensor: uint8, one row for each run."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    stride = region.stride_bytes if region.runs > 1 else region.run_bytes
-    return flat.as_strided(
-        (region.runs, region.run_bytes), (stride, 1), flat.storage_offset() + region.offset
-    )
 
 
 def _rows_taken(func: torch._ops.OpOverload, arguments: object) -> list[torch.Tensor] | None:

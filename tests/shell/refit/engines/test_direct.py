@@ -16,8 +16,7 @@ from rollsync.pure.refit.load_plan import Copy, Region, SeenParameter, SeenTenso
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
 from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
 from rollsync.shell.refit.engines.direct_sending import DirectSender
-from rollsync.shell.refit.engines.errors import PeerFailed, PeerRefused
-from rollsync.shell.refit.engines.packing import StreamError
+from rollsync.shell.refit.engines.errors import PeerFailed, PeerRefused, StreamError
 from rollsync.shell.refit.engines.staged import HOST_LABEL, StagedEngine
 
 BUCKET_BYTES = 4096
@@ -27,8 +26,13 @@ BACKENDS = ["shm", "nixl", "auto"]
 class Ends:
     """One policy and one rollout engine in this process, and the rollout's parameters."""
 
-    def __init__(self, backend: str, checksum: bool) -> None:
-        options = {"direct": True, "checksum": checksum, "refit_timeout_s": 20.0}
+    def __init__(self, backend: str, checksum: bool, large_pages: bool) -> None:
+        options = {
+            "direct": True,
+            "checksum": checksum,
+            "large_pages": large_pages,
+            "refit_timeout_s": 20.0,
+        }
         made = [
             create_checkpoint_engine(backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs=options)
             for _ in range(2)
@@ -94,8 +98,8 @@ async def names_of(engine: CheckpointEngine) -> list[str]:
 
 
 @contextmanager
-def ends(backend: str, *, checksum: bool = True) -> Iterator[Ends]:
-    made = Ends(backend, checksum)
+def ends(backend: str, *, checksum: bool = True, large_pages: bool = True) -> Iterator[Ends]:
+    made = Ends(backend, checksum, large_pages)
     yield made
     for engine in made.engines:
         engine.finalize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollsync.pure.config import CheckpointEngineConfig
-from rollsync.shell.refit.engines.factory import check_options
+from rollsync.shell.refit.engines.factory import check_options, create_checkpoint_engine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
 
@@ -15,6 +15,7 @@ from rollsync.shell.refit.errors import RefitConfigurationError
         CheckpointEngineConfig(),
         CheckpointEngineConfig(backend="nixl", engine_kwargs={"nixl": {"preinit": True}}),
         CheckpointEngineConfig(backend="auto", engine_kwargs={"shm": {"of": "another"}}),
+        CheckpointEngineConfig(engine_kwargs={"shm": {"direct": True, "large_pages": False}}),
         CheckpointEngineConfig(backend="rollsync.shell.refit.engines.shm:ShmCheckpointEngine"),
     ],
 )
@@ -31,8 +32,22 @@ def test_what_an_engine_takes_is_taken(config: CheckpointEngineConfig) -> None:
             CheckpointEngineConfig(engine_kwargs={"shm": {"chekcsum": False}}),
             "'shm' does not take these options: .*chekcsum",
         ),
+        (
+            CheckpointEngineConfig(
+                backend="nixl", engine_kwargs={"nixl": {"direct": True, "relay": True}}
+            ),
+            "direct and relay are both set",
+        ),
     ],
 )
 def test_what_it_would_refuse_is_refused(config: CheckpointEngineConfig, words: str) -> None:
     with pytest.raises(RefitConfigurationError, match=words):
         check_options(config)
+
+
+@pytest.mark.parametrize("backend", ["nixl", "auto"])
+def test_weights_are_not_both_read_directly_and_relayed(backend: str) -> None:
+    with pytest.raises(RefitConfigurationError, match="leave out one of them"):
+        create_checkpoint_engine(
+            backend, bucket_size_bytes=4096, engine_kwargs={"direct": True, "relay": True}
+        )

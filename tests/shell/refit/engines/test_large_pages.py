@@ -210,6 +210,18 @@ def test_weights_and_parameters_that_last_come_to_be_in_large_pages(
             assert large_kib(weight.data_ptr()) == kib_of_weight
 
 
+@pytest.mark.parametrize("backend", ["shm", "nixl", "auto"])
+def test_all_pages_stay_as_they_are_where_that_is_asked_for(backend: str) -> None:
+    weight, parameter = apart(FOUR_AND_A_BIT), apart(FOUR_AND_A_BIT).zero_()
+    with ends(backend, large_pages=False) as both:
+        both.destinations = destinations_to({"w": parameter})
+        for _ in range(3):
+            weight += 1
+            assert both.stream([("w", weight)])[1] == []
+            assert torch.equal(parameter, weight)
+    assert [large_kib(each.data_ptr()) for each in (weight, parameter)] == [0, 0]
+
+
 def test_weights_that_are_made_for_one_stream_are_left_alone() -> None:
     parameter = apart(FOUR_AND_A_BIT).zero_()
     with ends("shm") as both:

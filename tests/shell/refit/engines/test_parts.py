@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from rollsync.pure.refit.control import BucketFilled, Piece
 from rollsync.shell.refit.engines import outlets
+from rollsync.shell.refit.engines.errors import StreamError
 from rollsync.shell.refit.engines.mapping import can_mirror, map_file, reserve_file
-from rollsync.shell.refit.engines.packing import StreamError, StreamPacker
+from rollsync.shell.refit.engines.packing import StreamPacker
 from rollsync.shell.refit.engines.rings import Assembly, Region, RunningChecksum, StreamRing
 from rollsync.shell.refit.engines.unpacking import Expected, StreamUnpacker
 from tests.shell.refit.engines.pairs import pair

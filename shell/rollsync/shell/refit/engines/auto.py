@@ -55,10 +55,11 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         checksum: check every bucket with XXH3.
         direct: read tensors straight from the policy's memory into the parameters, over either way;
             see the `shm` engine.
+        large_pages: with `direct`, make pages large; see the `shm` engine.
         preinit: start NIXL's agent now and not when it turns out that a route needs it, as that
             takes about a second.
         relay: let rollout workers hand weights on wherever a link between hosts would carry them
-            more often than once for each policy worker.
+            more often than once for each policy worker. Not with `direct`.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -76,6 +77,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         refit_timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = True,
         direct: bool = False,
+        large_pages: bool = True,
         relay: bool = False,
         release_after_refit: bool = False,
     ) -> None:
@@ -86,7 +88,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
             bucket_size,
             refit_timeout_s=refit_timeout_s,
             checksum=checksum,
-            direct=self._both_ways(refit_timeout_s) if direct else None,
+            direct=self._both_ways(refit_timeout_s, large_pages) if direct else None,
             relay=relay,
         )
         self._bind_address = bind_address
@@ -96,8 +98,12 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         if preinit:
             self._nixl.agent()
 
-    def _both_ways(self, timeout_s: float) -> DirectMemory:
-        return DirectMemory(on_host=process_memory(), over_network=self._nixl.direct(timeout_s))
+    def _both_ways(self, timeout_s: float, large_pages: bool) -> DirectMemory:
+        return DirectMemory(
+            on_host=process_memory(),
+            over_network=self._nixl.direct(timeout_s),
+            large_pages=large_pages,
+        )
 
     @property
     def choices(self) -> tuple[EngineChoice, ...]:

@@ -21,14 +21,30 @@ import torch
 from rollsync.pure.refit.control import Destination, MemoryKind, ProbeOffered, TensorsOffered
 from rollsync.pure.refit.direct import destinations_digest, expected_of
 from rollsync.pure.refit.load_plan import Copy, Region
+from rollsync.shell.refit.boxes import bytes_of
 from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.direct_reads import ReadBatch, Strip, UnfinishedRead
 from rollsync.shell.refit.engines.large_pages import LargePages
-from rollsync.shell.refit.load_recorder import bytes_of
+from rollsync.shell.refit.errors import RefitConfigurationError
 
 _SHARE_OF_WAIT: Final = 0.1
 """Of the other end's patience: what making pages large may take before a stream."""
+
+
+def check_relayed(*, direct: bool, relay: bool) -> None:
+    """Refuse a configuration in which weights would both be read directly and be relayed.
+
+    Raises:
+        RefitConfigurationError: both are asked for.
+    """
+    if direct and relay:
+        raise RefitConfigurationError(
+            "direct and relay are both set: what is read straight into an engine's parameters"
+            " comes through no buffers that it could be handed on from",
+            remedy="leave out one of them: direct where the policy shares its engines' host or has"
+            " a fast link to each, relay where one link to other hosts is what a sync waits for",
+        )
 
 
 class Destinations:
@@ -241,32 +257,42 @@ class DirectMemory:
     Args:
         on_host: to processes that connect inside this host.
         over_network: to all others.
+        large_pages: make the pages of weights and parameters large that last from stream to stream.
     """
 
     def __init__(
-        self, *, on_host: DirectWay | None = None, over_network: DirectWay | None = None
+        self,
+        *,
+        on_host: DirectWay | None = None,
+        over_network: DirectWay | None = None,
+        large_pages: bool,
     ) -> None:
         self._on_host = on_host
         self._over_network = over_network
         self.known = KnownDestinations()
-        self.large_pages = LargePages()
+        self._large_pages = LargePages() if large_pages else None
 
     def way(self, channel: ControlChannel) -> DirectWay | None:
         """That to the process at the other end."""
         is_local = channel.connection.family == socket.AF_UNIX
         return self._on_host if is_local else self._over_network
 
+    def note(self, tensor: torch.Tensor) -> None:
+        """Remember a tensor, a weight or a parameter, that may be there in the next stream too."""
+        if self._large_pages is not None:
+            self._large_pages.note(tensor)
+
     async def enlarge_pages(self, timeout_s: float) -> None:
-        """Make the pages of what is noted as lasting large, before anybody reads.
+        """Make the pages large of what was noted and is still there, before anybody reads.
 
         Args:
             timeout_s: how long the other end waits at most.
         """
-        if self.large_pages.are_due():
+        if self._large_pages is not None and self._large_pages.are_due():
             for way in self._ways():
                 # Pages that are pinned, as registering may do, cannot be moved.
                 way.own.release()
-            await self.large_pages.enlarge(timeout_s * _SHARE_OF_WAIT)
+            await self._large_pages.enlarge(timeout_s * _SHARE_OF_WAIT)
 
     def withdraw(self, *, failed: bool) -> None:
         """Let nobody read any more: the stream is over."""

@@ -68,7 +68,7 @@ class DirectReader:
         wanted, way = self.destinations, self.memory.way(channel)
         if wanted is not None:
             for parameter in wanted.parameters.values():
-                self.memory.large_pages.note(parameter)
+                self.memory.note(parameter)
             await self.memory.enlarge_pages(channel.timeout_s)
         probe, _ = await channel.receive()
         if not isinstance(probe, ProbeOffered):

@@ -27,6 +27,7 @@ from rollsync.pure.refit.control import (
 )
 from rollsync.pure.refit.direct import destinations_digest
 from rollsync.pure.refit.load_plan import Region
+from rollsync.shell.refit.boxes import bytes_of
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.direct import (
     DirectMemory,
@@ -36,8 +37,7 @@ from rollsync.shell.refit.engines.direct import (
     WantedTensor,
 )
 from rollsync.shell.refit.engines.direct_reads import memory_at, on_host
-from rollsync.shell.refit.engines.packing import StreamError
-from rollsync.shell.refit.load_recorder import bytes_of
+from rollsync.shell.refit.engines.errors import StreamError
 from rollsync.shell.refit.weights import dtype_name
 
 LARGEST_OFFER_BYTES: Final = 16 << 20
@@ -182,7 +182,7 @@ class DirectSender:
         self._waiting.append(item)
         self._waiting_bytes += size_bytes
         self._kept.add(item.address)
-        self._ways.large_pages.note(item.tensor)
+        self._ways.note(item.tensor)
         if self._waiting_bytes >= self._offer_bytes or len(self._waiting) == MOST_OFFERED:
             await self._offer()
         if is_late:

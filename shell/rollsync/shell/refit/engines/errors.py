@@ -1,4 +1,5 @@
-"""How a stream of weights can fail. Each error says which rank, in which stage, at which tensor."""
+"""How a stream of weights can fail. A `TransferError` says which worker, in which stage, at which
+tensor; a `StreamError` is of the stream itself."""
 
 from __future__ import annotations
 
@@ -55,6 +56,10 @@ class PeerFailed(TransferError):
 
 class PeerRefused(TransferError):
     """The other end does not know the run's secret, or sent what no end of a stream sends."""
+
+
+class StreamError(RefitError):
+    """A stream that breaks its own rules: a name twice, a type unknown, bytes missing."""
 
 
 def told_of(error: BaseException, here: Failed) -> Failed:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from rollsync.pure.config import CheckpointEngineConfig
 from rollsync.shell.refit.engines.base import CheckpointEngine
+from rollsync.shell.refit.engines.direct import check_relayed
 from rollsync.shell.refit.errors import RefitConfigurationError
 
 BUILT_IN: Mapping[str, str] = {
@@ -24,7 +25,8 @@ def create_checkpoint_engine(
     """An engine of a built-in name, or of the class `module:ClassName`.
 
     Raises:
-        RefitConfigurationError: there is no such engine, or it does not take the options.
+        RefitConfigurationError: there is no such engine, or it does not take the options, or not
+            together.
     """
     engine_class = _engine_class(backend)
     try:
@@ -38,7 +40,8 @@ def check_options(config: CheckpointEngineConfig) -> None:
     """Refuse names that `create_checkpoint_engine` would refuse, without making an engine.
 
     Raises:
-        RefitConfigurationError: there is no such engine, or it does not take the options.
+        RefitConfigurationError: there is no such engine, or it does not take the options, or not
+            together.
     """
     backend = config.backend
     options = config.engine_kwargs.get(backend, {})
@@ -46,6 +49,8 @@ def check_options(config: CheckpointEngineConfig) -> None:
         inspect.signature(_engine_class(backend)).bind(0, **options)
     except TypeError as error:
         raise _refused(backend, error) from error
+    if backend in BUILT_IN:
+        check_relayed(direct=bool(options.get("direct")), relay=bool(options.get("relay")))
 
 
 def _engine_class(backend: str) -> Callable[..., CheckpointEngine]:

@@ -90,8 +90,9 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
             for that.
         direct: read tensors straight from the policy's memory into the parameters; see the `shm`
             engine.
+        large_pages: with `direct`, make pages large; see the `shm` engine.
         relay: let rollout workers hand weights on wherever a link between hosts would carry them
-            more often than once for each policy worker.
+            more often than once for each policy worker. Not with `direct`.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -109,6 +110,7 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
         refit_timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = True,
         direct: bool = False,
+        large_pages: bool = True,
         relay: bool = False,
         release_after_refit: bool = False,
     ) -> None:
@@ -118,13 +120,16 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
             bucket_size,
             refit_timeout_s=refit_timeout_s,
             checksum=checksum,
-            direct=DirectMemory(over_network=self._end.direct(refit_timeout_s)) if direct else None,
+            direct=self._over_network(refit_timeout_s, large_pages) if direct else None,
             relay=relay,
         )
         self._bind_address = bind_address
         self._choices: tuple[EngineChoice, ...] = ()
         if preinit:
             self._end.agent()
+
+    def _over_network(self, timeout_s: float, large_pages: bool) -> DirectMemory:
+        return DirectMemory(over_network=self._end.direct(timeout_s), large_pages=large_pages)
 
     @property
     def choices(self) -> tuple[EngineChoice, ...]:

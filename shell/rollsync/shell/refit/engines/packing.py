@@ -14,16 +14,12 @@ import torch
 from rollsync.pure.refit import Cursor, TensorSpec, check_tensor, describe, place_tensor
 from rollsync.pure.refit.control import Alias, Piece
 from rollsync.pure.refit.errors import TensorNamedTwice
+from rollsync.shell.refit.engines.errors import StreamError
 from rollsync.shell.refit.engines.rings import StreamRing, is_plain
-from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.weights import dtype_name
 
 SLICE_BYTES: Final = 256 * 1024
 """How much is copied, then hashed, at a time: a part of what a core's own cache holds."""
-
-
-class StreamError(RefitError):
-    """A stream that breaks its own rules: a name twice, a type unknown, bytes missing."""
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -36,6 +36,8 @@ class ShmCheckpointEngine(StagedEngine):
         direct: read tensors straight from the policy's memory into the parameters, where a first
             stream has shown that the engine's loader only copies them there. The policy's iterator
             then has to leave what it has yielded as it is.
+        large_pages: with `direct`, make the pages of weights and parameters large that are still
+            there in a later stream: it takes seconds for a GiB, once, and reads are then faster.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -48,6 +50,7 @@ class ShmCheckpointEngine(StagedEngine):
         refit_timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = True,
         direct: bool = False,
+        large_pages: bool = True,
         release_after_refit: bool = False,
     ) -> None:
         check_shared_memory(self.backend)
@@ -56,7 +59,7 @@ class ShmCheckpointEngine(StagedEngine):
             bucket_size,
             refit_timeout_s=refit_timeout_s,
             checksum=checksum,
-            direct=DirectMemory(on_host=process_memory()) if direct else None,
+            direct=_on_host(large_pages=large_pages) if direct else None,
         )
 
     def _listen(self) -> Listener:
@@ -74,3 +77,7 @@ class ShmCheckpointEngine(StagedEngine):
 
     def _reader(self) -> ReceiverMedium:
         return SharedMedium()
+
+
+def _on_host(*, large_pages: bool) -> DirectMemory:
+    return DirectMemory(on_host=process_memory(), large_pages=large_pages)

@@ -38,7 +38,12 @@ from rollsync.shell.refit.engines.base import Batch, DeclaringEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
 from rollsync.shell.refit.engines.connections import Introduction, Receiver
 from rollsync.shell.refit.engines.declared import Declaration, Layout
-from rollsync.shell.refit.engines.direct import Destinations, DirectEngine, DirectMemory
+from rollsync.shell.refit.engines.direct import (
+    Destinations,
+    DirectEngine,
+    DirectMemory,
+    check_relayed,
+)
 from rollsync.shell.refit.engines.direct_receiving import DirectReader
 from rollsync.shell.refit.engines.direct_sending import DirectSender
 from rollsync.shell.refit.engines.greeting import Place
@@ -67,7 +72,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         checksum: check every bucket with XXH3.
         direct: how receivers read tensors themselves; None when they do not.
         relay: let rollout workers hand weights on wherever a link between hosts would carry them
-            more often than once for each policy worker.
+            more often than once for each policy worker; not with `direct`.
     """
 
     backend: ClassVar[str]
@@ -88,6 +93,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             raise RefitConfigurationError(
                 f"refit_timeout_s is {refit_timeout_s}", remedy="give a positive number of seconds"
             )
+        check_relayed(direct=direct is not None, relay=relay)
         self._bucket_bytes = bucket_size
         self._timeout_s = float(refit_timeout_s)
         self._checksum = checksum
@@ -104,7 +110,6 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._expectation = Expectation()
         self._direct = direct
         self._peers_read_directly = False
-        self._is_relayed = False
         self._destinations: Destinations | None = None
 
     @abstractmethod
@@ -156,7 +161,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
     @property
     def reads_directly(self) -> bool:
         """Whether a receiver reads tensors itself, once it knows where to."""
-        return self._direct is not None and not self._is_relayed
+        return self._direct is not None
 
     def read_into(self, destinations: Destinations | None) -> None:
         """Take the destinations of the next stream; None: everything is handed out in batches."""
@@ -231,10 +236,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             )
             for rank in table.receivers_of(me)
         )
-        # What is read directly comes through no buffers, and so cannot be handed on from them.
-        self._is_relayed = table.has_relays
-        everybody = all(worker["direct"] is True for worker in workers)
-        self._peers_read_directly = everybody and not self._is_relayed
+        self._peers_read_directly = all(worker["direct"] is True for worker in workers)
         return table
 
     def _patience_s(self, steps: int) -> float:

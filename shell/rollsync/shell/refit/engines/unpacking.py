@@ -26,7 +26,8 @@ from rollsync.pure.refit import (
 )
 from rollsync.pure.refit.control import BucketFilled, Piece
 from rollsync.shell.refit.engines.base import Batch
-from rollsync.shell.refit.engines.packing import SLICE_BYTES, StreamError, take_name
+from rollsync.shell.refit.engines.errors import StreamError
+from rollsync.shell.refit.engines.packing import SLICE_BYTES, take_name
 from rollsync.shell.refit.engines.rings import Assembly, StreamRing
 
 
