@@ -26,16 +26,17 @@ from rollsync.pure.refit.lifecycle import (
     EngineEvent,
     EngineState,
     EventKind,
-    Fail,
     FinishUpdate,
     Phase,
     Poisoned,
     Serving,
     Unconnected,
+    UpdateFailed,
     Updating,
     apply,
     check_serves,
     kind_of,
+    next_version,
     phase_of,
 )
 
@@ -55,7 +56,7 @@ EVENTS: list[EngineEvent] = [
     BeginUpdate(2),
     FinishUpdate(1),
     FinishUpdate(2),
-    Fail("later"),
+    UpdateFailed("later"),
     Disconnect(),
     Close(),
 ]
@@ -150,11 +151,30 @@ def test_release_after_every_sync_keeps_the_engine_serving() -> None:
 
 
 def test_a_failed_update_is_poison_until_a_whole_one() -> None:
-    state = after(Connect(), BeginUpdate(3), FinishUpdate(3), BeginUpdate(4), Fail("receiver died"))
+    state = after(
+        Connect(), BeginUpdate(3), FinishUpdate(3), BeginUpdate(4), UpdateFailed("receiver died")
+    )
     assert state == Poisoned(4, "receiver died")
-    assert apply(state, Fail("and then")).unwrap() == state
-    again = after(Connect(), BeginUpdate(4), Fail("x"), Disconnect(), Connect(), BeginUpdate(4))
+    assert apply(state, UpdateFailed("and then")).unwrap() == state
+    again = after(
+        Connect(), BeginUpdate(4), UpdateFailed("x"), Disconnect(), Connect(), BeginUpdate(4)
+    )
     assert apply(again, FinishUpdate(4)).unwrap() == Serving(4)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_an_update_that_fails_before_its_first_weight_is_poison_too(connected: bool) -> None:
+    """What is held is whole, and is not what the policy meant it to hold. Meanwhile the connection
+    may have been given back."""
+    failed = apply(Serving(3, connected=connected), UpdateFailed("nobody came")).unwrap()
+    assert failed == Poisoned(4, "nobody came", connected=connected)
+    assert after(Connect(), UpdateFailed("nobody came")) == Poisoned(0, "nobody came")
+    assert after(UpdateFailed("nobody came")) == Unconnected()
+
+
+def test_an_update_that_names_no_version_is_the_next_one() -> None:
+    versions = [next_version(state) for state in STATES]
+    assert versions == [0, 0, 2, 2, 2, 2, 2, 0]
 
 
 def test_losing_the_connection_in_the_middle_is_poison() -> None:

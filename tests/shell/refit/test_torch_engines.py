@@ -1,6 +1,8 @@
 """Real Ray actors: a torch policy, torch engines, and what becomes of the weights between them."""
 
 import asyncio
+import os
+import signal
 import time
 import urllib.request
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from rollsync.shell.refit.errors import (
     EngineOutdated,
     RefitConfigurationError,
     WeightMismatch,
+    WorkerUnresponsive,
 )
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 from rollsync.shell.refit.torch_generation import TorchGenerationWorker
@@ -237,6 +240,31 @@ def test_a_policy_worker_killed_before_it_connects_is_noticed(
     fresh = synchronizer(actors.policy, generation, backend)
     fresh.sync_weights()
     assert ask(generation) == reference_answer(saved, PROMPT, GREEDY, version)
+    fresh.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "nixl"])
+def test_a_policy_worker_that_is_halted_is_named_and_no_engine_is_blamed(
+    actors: Actors, backend: str
+) -> None:
+    generation = GenerationGroup([actors.early, actors.other])
+    halted: Any = ray.remote(TinyPolicy).options(num_cpus=0).remote()
+    sync = synchronizer(halted, generation, backend, refit_timeout_s=3)
+    sync.sync_weights()
+    process_id = ray.get(halted.process_id.remote())
+    os.kill(process_id, signal.SIGSTOP)
+    with pytest.raises(WorkerUnresponsive, match="policy worker 0 does not answer") as raised:
+        sync.sync_weights()
+    os.kill(process_id, signal.SIGKILL)
+    assert any("policy 0 did not come for 3 s" in note for note in raised.value.__notes__)
+    assert sync.last_failure is not None
+    assert sync.last_failure.engines_to_blame == frozenset()
+    for engine in (actors.early, actors.other):
+        assert isinstance(ray.get(engine.refit_state.remote()), Poisoned)
+    fresh = synchronizer(actors.policy, generation, backend)
+    version = fresh.sync_weights().weight_version
+    assert version_of(generation) == version
     fresh.shutdown()
 
 

@@ -83,6 +83,9 @@ class TinyPolicy(PolicyRefitMixin):
     def prepare_refit_info(self) -> Mapping[str, TensorSpec]:
         return declare_weights(self.model)
 
+    def process_id(self) -> int:
+        return os.getpid()
+
     def step(self, folder: str | None = None) -> int:
         """Moves the weights, saves them when a folder is given, and answers the new version."""
         self.version += 1

@@ -15,11 +15,11 @@ from rollsync.pure.refit.fleet.events import ActorDied, ProbeMissed
 from rollsync.pure.refit.fleet.state import EnginePhase
 from rollsync.pure.refit.lifecycle import Poisoned, Serving
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
-from rollsync.shell.refit.engines.errors import PeerLost
-from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost, TransferTimeout
+from rollsync.shell.refit.errors import RefitError, WorkerUnresponsive
 from rollsync.shell.refit.interfaces import Timer
 from rollsync.shell.refit.report import SyncReport
-from rollsync.shell.refit.step_failure import StepFailure
+from rollsync.shell.refit.step_failure import WorkerAnswers
 from rollsync.shell.refit.worker_group import GenerationGroup
 from rollsync.shell.rollout.clients import EnginesLost, TrainerLost
 from rollsync.shell.run.fleet_sync import ALL_DIED, FleetSync
@@ -90,7 +90,7 @@ class Scripted(CheckpointEngineWeightSynchronizer):
         self, error: Exception, *answers: object, policy: tuple[object, ...] = (None,)
     ) -> None:
         """Fail, with what each engine answered, and each policy worker."""
-        self.last_failure = StepFailure(policy=policy, engines=answers)
+        self.last_failure = WorkerAnswers(policy=policy, engines=answers)
         raise error
 
 
@@ -133,6 +133,13 @@ async def fleet_of(count: int, *attempts: Attempt, min_healthy: int = 1) -> Asyn
 def all_load(world: Scripted, engines: list[ScriptedEngine]) -> None:
     for engine in engines:
         engine.state = Serving(world.version)
+
+
+def timeout(rank: str, waited_for: str) -> TransferTimeout:
+    """Of a rank that waited in vain."""
+    error = TransferTimeout(f"{waited_for} said nothing", rank=rank, stage="received")
+    error.waited_for = waited_for
+    return error
 
 
 async def test_a_sync_that_all_load_is_done_at_once() -> None:
@@ -331,6 +338,69 @@ async def test_an_actor_that_is_gone_and_no_engine_is_the_trainers() -> None:
         with pytest.raises(TrainerLost, match="policy worker 1 is gone"):
             await run.sync()
         assert [run.scripted.phase(each) for each in (0, 1)] == [EnginePhase.POISONED] * 2
+
+
+async def test_a_stuck_policy_worker_blames_no_engine_and_ends_the_run_by_its_name() -> None:
+    """All that waited for it gave up before it was."""
+
+    def trainer_is_stuck(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        stuck = WorkerUnresponsive(
+            "policy worker 1 does not answer", worker="policy worker 1", remedy="end it"
+        )
+        for engine in engines:
+            engine.state = Poisoned(world.version, "policy 1 said nothing")
+        late = [timeout(f"rollout {place}", "policy 1") for place in range(len(engines))]
+        world.fail(stuck, *late, policy=(None, stuck))
+
+    async with fleet_of(2, trainer_is_stuck) as run:
+        with pytest.raises(
+            TrainerLost, match=r"policy worker 1 does not answer \(end it; the same"
+        ):
+            await run.sync()
+        engines = run.scripted.fleet.state.engines
+        assert [record.failed_syncs for record in engines.values()] == [0, 0]
+        assert run.retries == []
+
+
+async def test_a_policy_worker_that_only_came_late_blames_no_engine_either() -> None:
+    def trainer_is_late(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        for engine in engines:
+            engine.state = Poisoned(world.version, "policy 0 said nothing")
+        late = timeout("rollout 0", "policy 0")
+        echo = PeerFailed("rollout 0 failed", rank="policy 0", stage="sent")
+        world.fail(late, late, timeout("rollout 1", "policy 0"), policy=(echo,))
+
+    async with fleet_of(2, trainer_is_late) as run:
+        with pytest.raises(TransferTimeout, match="policy 0 said nothing"):
+            await run.sync()
+        engines = run.scripted.fleet.state.engines
+        assert [record.failed_syncs for record in engines.values()] == [0, 0]
+
+
+async def test_a_trainer_that_is_lost_with_an_engine_ends_the_run_at_once() -> None:
+    def both_die(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        engines[0].died = True
+        died = ActorDiedError()
+        world.fail(died, died, PeerLost("gone", rank="rollout 1", stage="received"), policy=(died,))
+
+    async with fleet_of(2, both_die) as run:
+        with pytest.raises(TrainerLost, match="policy worker 0 is gone"):
+            await run.sync()
+        assert run.retries == []
+
+
+async def test_an_engine_that_a_policy_worker_waited_for_in_vain_is_left_out() -> None:
+    def one_is_late(world: Scripted, engines: list[ScriptedEngine]) -> None:
+        for engine in engines:
+            engine.state = Poisoned(world.version, "policy 0 failed")
+        echo = PeerFailed("policy 0 failed", rank="rollout 1", stage="received")
+        late = timeout("policy 0", "rollout 0")
+        world.fail(late, echo, echo, policy=(late,))
+
+    async with fleet_of(2, one_is_late) as run:
+        await run.sync()
+        assert run.serving == [1]
+        assert run.synchronizer.calls[-1] == "sync [1]"
 
 
 async def test_engines_that_load_another_version_than_the_trainers_serve_nothing() -> None:

@@ -1,17 +1,20 @@
 """The life of a generation engine as refit sees it: which weights it may generate with.
 
-    phase        connect    begin_update  finish_update  fail         disconnect   close
-    unconnected  connected  -             -              unconnected  unconnected  closed
-    connected    connected  updating      -              connected    unconnected  closed
-    updating     -          -             serving        poisoned     poisoned     closed
-    serving      serving    updating      -              serving      serving      closed
-    poisoned     poisoned   updating      -              poisoned     poisoned     closed
-    closed       -          -             -              closed       closed       closed
+    phase        connect    begin_update  finish_update  update_failed  disconnect   close
+    unconnected  connected  -             -              unconnected    unconnected  closed
+    connected    connected  updating      -              poisoned       unconnected  closed
+    updating     -          -             serving        poisoned       poisoned     closed
+    serving      serving    updating      -              poisoned       serving      closed
+    poisoned     poisoned   updating      -              poisoned       poisoned     closed
+    closed       -          -             -              closed         closed       closed
 
 Rules kept here:
 
 - only `serving` generates, and only its own version: half-updated weights are never seen;
-- from `poisoned` only a complete update leads back to `serving`;
+- from `poisoned` only a complete update leads back to `serving`, and until one was tried again the
+  first cause is the one to know;
+- an update may fail before its first weight came: what the engine holds is whole then, but not
+  what the policy meant it to hold, so it is `poisoned` all the same;
 - losing the connection between two updates loses no weights (`release_after_refit` does that after
   every sync), so `serving` and `poisoned` remember whether they are connected, and an update
   begins only on a connection.
@@ -55,7 +58,7 @@ class EventKind(StrEnum):
     CONNECT = "connect"
     BEGIN_UPDATE = "begin_update"
     FINISH_UPDATE = "finish_update"
-    FAIL = "fail"
+    UPDATE_FAILED = "update_failed"
     DISCONNECT = "disconnect"
     CLOSE = "close"
 
@@ -64,39 +67,39 @@ TRANSITIONS: Final[Mapping[Phase, Mapping[EventKind, Phase]]] = MappingProxyType
     {
         Phase.UNCONNECTED: {
             EventKind.CONNECT: Phase.CONNECTED,
-            EventKind.FAIL: Phase.UNCONNECTED,
+            EventKind.UPDATE_FAILED: Phase.UNCONNECTED,
             EventKind.DISCONNECT: Phase.UNCONNECTED,
             EventKind.CLOSE: Phase.CLOSED,
         },
         Phase.CONNECTED: {
             EventKind.CONNECT: Phase.CONNECTED,
             EventKind.BEGIN_UPDATE: Phase.UPDATING,
-            EventKind.FAIL: Phase.CONNECTED,
+            EventKind.UPDATE_FAILED: Phase.POISONED,
             EventKind.DISCONNECT: Phase.UNCONNECTED,
             EventKind.CLOSE: Phase.CLOSED,
         },
         Phase.UPDATING: {
             EventKind.FINISH_UPDATE: Phase.SERVING,
-            EventKind.FAIL: Phase.POISONED,
+            EventKind.UPDATE_FAILED: Phase.POISONED,
             EventKind.DISCONNECT: Phase.POISONED,
             EventKind.CLOSE: Phase.CLOSED,
         },
         Phase.SERVING: {
             EventKind.CONNECT: Phase.SERVING,
             EventKind.BEGIN_UPDATE: Phase.UPDATING,
-            EventKind.FAIL: Phase.SERVING,
+            EventKind.UPDATE_FAILED: Phase.POISONED,
             EventKind.DISCONNECT: Phase.SERVING,
             EventKind.CLOSE: Phase.CLOSED,
         },
         Phase.POISONED: {
             EventKind.CONNECT: Phase.POISONED,
             EventKind.BEGIN_UPDATE: Phase.UPDATING,
-            EventKind.FAIL: Phase.POISONED,
+            EventKind.UPDATE_FAILED: Phase.POISONED,
             EventKind.DISCONNECT: Phase.POISONED,
             EventKind.CLOSE: Phase.CLOSED,
         },
         Phase.CLOSED: {
-            EventKind.FAIL: Phase.CLOSED,
+            EventKind.UPDATE_FAILED: Phase.CLOSED,
             EventKind.DISCONNECT: Phase.CLOSED,
             EventKind.CLOSE: Phase.CLOSED,
         },
@@ -127,7 +130,8 @@ class Serving(Struct, frozen=True, tag=True):
 
 
 class Poisoned(Struct, frozen=True, tag=True):
-    """An update to `version` did not end; `cause` says why, and the weights are unusable."""
+    """An update to `version` did not end; `cause` says why, and the weights are unusable. Of an
+    update that failed before it named its version, `version` is `next_version` of before."""
 
     version: int
     cause: str
@@ -157,8 +161,8 @@ class FinishUpdate(Struct, frozen=True, tag=True):
     version: int
 
 
-class Fail(Struct, frozen=True, tag=True):
-    """Something on the way of the weights failed, on either side."""
+class UpdateFailed(Struct, frozen=True, tag=True):
+    """An update that was waited for, or under way, failed, on either side."""
 
     cause: str
 
@@ -171,7 +175,7 @@ class Close(Struct, frozen=True, tag=True):
     """The engine is shut down."""
 
 
-EngineEvent = Connect | BeginUpdate | FinishUpdate | Fail | Disconnect | Close
+EngineEvent = Connect | BeginUpdate | FinishUpdate | UpdateFailed | Disconnect | Close
 
 
 def phase_of(state: EngineState) -> Phase:
@@ -202,8 +206,8 @@ def kind_of(event: EngineEvent) -> EventKind:
             return EventKind.BEGIN_UPDATE
         case FinishUpdate():
             return EventKind.FINISH_UPDATE
-        case Fail():
-            return EventKind.FAIL
+        case UpdateFailed():
+            return EventKind.UPDATE_FAILED
         case Disconnect():
             return EventKind.DISCONNECT
         case Close():
@@ -228,16 +232,19 @@ def apply(state: EngineState, event: EngineEvent) -> Result[EngineState, Lifecyc
             if isinstance(state, Updating) and state.version != event.version:
                 return Failure(AnotherVersion(updating=state.version, finished=event.version))
             return Success(Serving(event.version))
-        case Fail():
-            # Outside an update nothing was half written, and of a poisoned engine the first
-            # cause is the one to know.
-            return Success(
-                Poisoned(state.version, event.cause) if isinstance(state, Updating) else state
-            )
+        case UpdateFailed():
+            return Success(_after_failure(state, event.cause))
         case Close():
             return Success(Closed())
         case _:
             assert_never(event)
+
+
+def next_version(state: EngineState) -> int:
+    """The version of an update that names none: then updates are counted."""
+    if isinstance(state, Updating | Serving | Poisoned):
+        return state.version + 1
+    return 0
 
 
 def check_serves(state: EngineState, wanted_version: int | None = None) -> ServingError | None:
@@ -254,6 +261,21 @@ def check_serves(state: EngineState, wanted_version: int | None = None) -> Servi
     if wanted_version is not None and state.version != wanted_version:
         return ServesAnotherVersion(serving=state.version, wanted=wanted_version)
     return None
+
+
+def _after_failure(state: EngineState, cause: str) -> EngineState:
+    match state:
+        case Updating():
+            return Poisoned(state.version, cause)
+        case Connected():
+            return Poisoned(next_version(state), cause)
+        case Serving():
+            return Poisoned(next_version(state), cause, connected=state.connected)
+        case Poisoned() | Unconnected() | Closed():
+            # Of a poisoned engine the first cause is the one to know.
+            return state
+        case _:
+            assert_never(state)
 
 
 def _with_connection(state: EngineState, *, connected: bool) -> EngineState:

@@ -24,9 +24,9 @@ from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo.replicas import ReplicaUnreachable
 from rollsync.shell.grpo.trainer import StepMetrics, TrainingRow
 from rollsync.shell.grpo.worker import GrpoPolicyWorker, Holding
-from rollsync.shell.rollout.clients import TrainerLost
+from rollsync.shell.rollout.clients import TrainerLost, trainer_lost
 
-ECHO_S: Final = 10.0
+DEATH_KNOWN_S: Final = 10.0
 """How much later than its peers' complaints the end of a worker may become known."""
 
 _T = TypeVar("_T")
@@ -135,7 +135,7 @@ async def answers_of(calls: Sequence[Awaitable[_T]]) -> list[_T]:
     tasks = [asyncio.ensure_future(_awaited(call)) for call in calls]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        until_s = asyncio.get_running_loop().time() + ECHO_S
+        until_s = asyncio.get_running_loop().time() + DEATH_KNOWN_S
         while (failure := _first_failure(tasks)) and isinstance(failure[1], ReplicaUnreachable):
             # Those that waited for it may notice an end sooner than Ray does.
             left_s = until_s - asyncio.get_running_loop().time()
@@ -188,13 +188,3 @@ def _not_started(error: RayActorError, rank: int) -> TrainerNotStarted:
     )
     failed.__cause__ = error
     return failed
-
-
-def trainer_lost(error: RayActorError, rank: int) -> TrainerLost:
-    """The loss of a policy worker, with Ray's reason."""
-    lost = TrainerLost(
-        f"policy worker {rank} is gone: {reason_of_death(error)}",
-        remedy="see Ray's log of the worker; the same command goes on from the last save",
-    )
-    lost.__cause__ = error
-    return lost

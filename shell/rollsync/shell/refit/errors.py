@@ -4,7 +4,17 @@ Every class is a `RefitError`, so that a training loop catches the family in one
 here: an error says which side, rank or setting it is about, and survives a Ray call.
 """
 
+from typing import TypeVar
+
+from returns.pipeline import is_successful
+from returns.result import Result
+
+from rollsync.pure.refit import RefitError as RefitErrorValue
+from rollsync.pure.refit import describe
+from rollsync.pure.refit.blame import HowEnded, StepEnd
 from rollsync.shell.errors import RollsyncError
+
+_T = TypeVar("_T")
 
 
 class RefitError(RollsyncError, RuntimeError):
@@ -43,12 +53,29 @@ class EngineStepFailed(RefitError):
     """A step of the checkpoint engine's life cycle failed on ranks of a generation engine.
 
     Args:
-        echo: whether every rank that failed only heard of a failure elsewhere.
+        end: how it ended on the rank that says most of the cause.
     """
 
-    def __init__(self, message: str, *, echo: bool, remedy: str = "") -> None:
+    def __init__(self, message: str, *, end: StepEnd, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
-        self.echo = echo
+        self.end = end
+
+    @property
+    def echo(self) -> bool:
+        """Whether every rank that failed only heard of a failure elsewhere."""
+        return self.end.how is HowEnded.HEARD
+
+
+class WorkerUnresponsive(RefitError):
+    """A worker had not ended its part of a failed step when nobody else was busy with it any more.
+
+    Args:
+        worker: the worker, as `policy worker 0` or `engine 1`.
+    """
+
+    def __init__(self, message: str, *, worker: str, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.worker = worker
 
 
 class EngineNotServing(RefitError):
@@ -90,3 +117,15 @@ class WeightMismatch(RefitError):
     def __init__(self, message: str, *, tensor: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.tensor = tensor
+
+
+def accepted(result: Result[_T, RefitErrorValue]) -> _T:
+    """What pure answered.
+
+    Raises:
+        RefitConfigurationError: it refused; the value is attached.
+    """
+    if not is_successful(result):
+        error = result.failure()
+        raise RefitConfigurationError(describe(error), error=error)
+    return result.unwrap()

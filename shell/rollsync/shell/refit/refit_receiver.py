@@ -11,36 +11,32 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from returns.pipeline import is_successful
-from returns.result import Result
 
-from rollsync.pure.refit import RefitError as RefitErrorValue
-from rollsync.pure.refit import TensorSpec, describe, rollout_rank
+from rollsync.pure.refit import TensorSpec, rollout_rank
 from rollsync.pure.refit.lifecycle import (
     BeginUpdate,
     Connect,
     Disconnect,
     EngineEvent,
     EngineState,
-    Fail,
     FinishUpdate,
     Unconnected,
-    Updating,
+    UpdateFailed,
     apply,
+    next_version,
 )
 from rollsync.shell.refit.engine_slot import EngineSlot
 from rollsync.shell.refit.engines import CheckpointEngine
-from rollsync.shell.refit.errors import RefitConfigurationError, RefitError
+from rollsync.shell.refit.errors import RefitError, accepted
 from rollsync.shell.refit.kept_parts import KeptParts, PartAssembly
 from rollsync.shell.refit.learned_load import DirectLoad, LearnedLoad
 from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME, WeightChecker
 
-_T = TypeVar("_T")
 Batch = Sequence[tuple[str, torch.Tensor]]
 
 
@@ -140,7 +136,7 @@ class RefitReceiver:
             metadata: what every worker answered to `prepare`, policy workers first.
         """
         engine = self._slot.engine
-        self._rollout_rank = _accepted(
+        self._rollout_rank = accepted(
             rollout_rank(
                 rank_prefix=rank_prefix,
                 local_rank=self._local_rank,
@@ -169,7 +165,7 @@ class RefitReceiver:
         """
         engine = self._slot.engine
         # Nothing may be waited for that could not begin.
-        _accepted(apply(self.state, BeginUpdate(self._next_version())))
+        accepted(apply(self.state, BeginUpdate(next_version(self.state))))
         if self._slot.reads_directly and self._model is not None:
             return self._update_directly(engine, self._model())
         recorder = None if self._kept is None else self._kept.recorder()
@@ -179,7 +175,7 @@ class RefitReceiver:
             self._slot.keep(None if self._kept is None else self._kept.layout)
             return asyncio.run(self._update(engine, update, recorder))
         except BaseException as error:
-            self._poison(f"{type(error).__name__}: {error}")
+            self._apply(UpdateFailed(f"{type(error).__name__}: {error}"))
             if self._kept is not None:
                 self._kept.forget()
             update.abort()
@@ -208,7 +204,7 @@ class RefitReceiver:
                 learned.learn(recorder, aliases)
             return transfer
         except BaseException as error:
-            self._poison(f"{type(error).__name__}: {error}")
+            self._apply(UpdateFailed(f"{type(error).__name__}: {error}"))
             learned.forget()
             update.abort()
             raise
@@ -277,19 +273,10 @@ class RefitReceiver:
         if batch and batch[0][0] == WEIGHT_VERSION_NAME:
             return int(batch[0][1].item()), batch[1:]
         # A policy that is not rollsync's names no version: then syncs are counted.
-        return self._next_version(), batch
-
-    def _next_version(self) -> int:
-        version: int | None = getattr(self.state, "version", None)
-        return 0 if version is None else version + 1
-
-    def _poison(self, cause: str) -> None:
-        if not isinstance(self.state, Updating):
-            self._apply(BeginUpdate(self._next_version()))
-        self._apply(Fail(cause))
+        return next_version(self.state), batch
 
     def _apply(self, event: EngineEvent) -> None:
-        self.state = _accepted(apply(self.state, event))
+        self.state = accepted(apply(self.state, event))
 
 
 def _load(
@@ -299,10 +286,3 @@ def _load(
     for load in loads:
         update.load(checker.check(load))
     tally.load_s += time.perf_counter() - started_s
-
-
-def _accepted(result: Result[_T, RefitErrorValue]) -> _T:
-    if not is_successful(result):
-        error = result.failure()
-        raise RefitConfigurationError(describe(error), error=error)
-    return result.unwrap()

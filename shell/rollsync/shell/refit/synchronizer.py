@@ -12,19 +12,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import SupportsInt, TypeVar, cast
+from functools import partial
+from typing import SupportsInt, cast
 
 import ray
 from ray import ObjectRef
-from returns.pipeline import is_successful
-from returns.result import Result
 
 from rollsync.pure.refit import (
     MEBIBYTE,
     EngineChoice,
-    RefitError,
     Topology,
-    describe,
     flatten_metadata,
     parse_ratio,
     plan_topology,
@@ -33,6 +30,7 @@ from rollsync.pure.refit import (
 from rollsync.shell.refit.errors import (
     RefitConfigurationError,
     WeightTransferFailed,
+    accepted,
 )
 from rollsync.shell.refit.interfaces import (
     CheckpointEngineConfig,
@@ -42,7 +40,7 @@ from rollsync.shell.refit.interfaces import (
     WeightSynchronizer,
 )
 from rollsync.shell.refit.report import SyncMetrics, SyncReport, summarize
-from rollsync.shell.refit.step_failure import ECHO_S, StepFailure, settle
+from rollsync.shell.refit.step_failure import NOTICED_S, WorkerAnswers, settle
 from rollsync.shell.refit.worker_group import call_remote
 
 logger = logging.getLogger(__name__)
@@ -55,9 +53,6 @@ RANK_0_AXES = ["tensor_parallel", "pipeline_parallel"]
 
 DEFAULT_REFIT_TIMEOUT_S = 300.0
 """How long a failed sync waits for the workers that have not answered yet, if not configured."""
-
-
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -74,24 +69,25 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     _stale: bool = True
     _checkpoint_engine_ready: bool = False
     _bucket_size_bytes: int | None = None
-    _let_go: bool = field(default=False, repr=False, compare=False)
-    """Whether a worker gave its half of the connection back because a step had failed on it."""
+    _partly_set_up: bool = field(default=False, repr=False, compare=False)
+    """Whether some workers may hold what a set-up reserved, and others not: never while ready."""
     _choices: tuple[EngineChoice, ...] = field(default=(), repr=False, compare=False)
     """What carries each route, where the backend chooses."""
     _metrics: SyncMetrics = field(default_factory=SyncMetrics, repr=False, compare=False)
-    last_failure: StepFailure | None = field(default=None, repr=False, compare=False)
+    last_failure: WorkerAnswers | None = field(default=None, repr=False, compare=False)
     """How the last step that failed ended on each worker; None when every step went well."""
 
     def init_communicator(self) -> None:
         """Tells the generation what will come, and connects both sides."""
+        self.last_failure = None
         self._generation.prepare_refit_info(self._policy.prepare_refit_info())
         self._ensure_checkpoint_engine_ready()
 
     def reconnect(self) -> None:
         """Connects anew when other engines are there than before. What is left of an earlier
         connection, on whichever worker, is given back first."""
-        self._checkpoint_engine_ready = True
-        self.shutdown()
+        self.last_failure = None
+        self._finalize()
         self.init_communicator()
 
     @property
@@ -145,7 +141,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             self._stale = False
         except BaseException as error:
             self._metrics.failed(backend)
-            if self._release_after_refit() or self._let_go:
+            if self._release_after_refit() or self._partly_set_up:
                 self._shutdown_beside(error)
             raise
         self._metrics.succeeded(report)
@@ -156,14 +152,22 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
 
     def shutdown(self) -> None:
         """Finalizes the checkpoint engine on every worker; without a set-up, does nothing."""
-        if not self._checkpoint_engine_ready:
-            return
+        if self._checkpoint_engine_ready or self._partly_set_up:
+            self._finalize()
+
+    def _finalize(self) -> None:
+        """Finalizes the checkpoint engine on every worker. One that is busy with the step that
+        failed last does it when it comes to it, and is not waited for."""
         # The set-up counts as gone even if a worker fails to release: the next sync prepares anew.
         self._checkpoint_engine_ready = False
-        self._let_go = False
+        self._partly_set_up = False
+        policy_refs = self._run_policy("finalize_checkpoint_engine")
+        generation_refs = self._run_generation("finalize_checkpoint_engine")
+        policies = len(policy_refs)
+        busy = frozenset[int]() if self.last_failure is None else self.last_failure.silent
         self._answers(
-            self._run_policy("finalize_checkpoint_engine"),
-            self._run_generation("finalize_checkpoint_engine"),
+            [ref for place, ref in enumerate(policy_refs) if place not in busy],
+            [ref for place, ref in enumerate(generation_refs, policies) if place not in busy],
         )
 
     def _release_after_refit(self) -> bool:
@@ -198,12 +202,12 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         if self._bucket_size_bytes is not None:
             return self._bucket_size_bytes
         setting = self._checkpoint_engine_config["update_weights_bucket_memory_ratio"]
-        ratio = _accepted(parse_ratio(setting))
+        ratio = accepted(parse_ratio(setting))
         policy_refs = self._run_policy("checkpoint_engine_total_memory_bytes")
         totals = self._answers(
             policy_refs, self._run_generation("checkpoint_engine_total_memory_bytes")
         )
-        bucket_size_bytes = _accepted(
+        bucket_size_bytes = accepted(
             resolve_bucket_bytes(
                 ratio,
                 policy_memory_bytes=_integers(totals[: len(policy_refs)]),
@@ -218,14 +222,15 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         if self._checkpoint_engine_ready:
             return
         bucket_size_bytes = self._resolve_bucket_size_bytes()
+        self._partly_set_up = True
         try:
             self._set_up(bucket_size_bytes)
         except BaseException as error:
             # Some workers may hold buffers by now; without this only their end would free them.
-            self._checkpoint_engine_ready = True
             self._shutdown_beside(error)
             raise
         self._checkpoint_engine_ready = True
+        self._partly_set_up = False
 
     def _set_up(self, bucket_size_bytes: int) -> None:
         backend = self._checkpoint_engine_config["backend"]
@@ -275,7 +280,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         # Metadata without ranks is opaque: then who answered is all there is to know.
         ranked = any(isinstance(item, Mapping) and "rank" in item for item in answered)
         workers = len(self._generation.worker_group.workers)
-        return _accepted(
+        return accepted(
             plan_topology(
                 policy,
                 generation,
@@ -295,6 +300,10 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             )
         return range(0, workers, workers // engines)
 
+    def _ranks_per_engine(self) -> int:
+        group = self._generation
+        return max(1, len(group.worker_group.workers) // max(1, group.dp_size))
+
     def _transfer(self, kv_scales: dict[str, float] | None) -> list[object]:
         """One send and one update on all workers; their answers, policy first."""
         policy_refs = self._run_policy("send_weights_via_checkpoint_engine", kv_scales=kv_scales)
@@ -303,10 +312,15 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         updates = results[len(policy_refs) :]
         if not all(update for update in updates if update is not None):
             backend = self._checkpoint_engine_config["backend"]
-            self.last_failure = StepFailure(tuple(results[: len(policy_refs)]), tuple(updates))
+            refused = [i for i, u in enumerate(updates) if u is not None and not u]
+            self.last_failure = WorkerAnswers(
+                policy=tuple(results[: len(policy_refs)]),
+                engines=tuple(False if i in refused else u for i, u in enumerate(updates)),
+                ranks_per_engine=self._ranks_per_engine(),
+            )
             raise WeightTransferFailed(
                 f"Weight transfer failed during {backend} checkpoint-engine sync: engines "
-                f"{[i for i, u in enumerate(updates) if u is not None and not u]} did not load it",
+                f"{refused} did not load it",
                 backend=backend,
                 remedy="see those engines' logs; they refuse to generate until a sync succeeds",
             )
@@ -327,7 +341,8 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         """What the workers answered to a step, policy first.
 
         Raises:
-            Exception: why it failed, when it has ended on every worker; `last_failure` says how.
+            Exception: why it failed, when it has ended on every worker, or has not for
+                `refit_timeout_s`; `last_failure` says how.
         """
         try:
             return list(ray.get([*policy_refs, *generation_refs]))
@@ -337,34 +352,35 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             failure = settle(
                 policy_refs,
                 generation_refs,
+                ranks_per_engine=self._ranks_per_engine(),
                 timeout_s=patience_s,
-                let_go=lambda places: self._finalize_failed(
-                    places, len(policy_refs), len(generation_refs)
-                ),
+                finalize_failed=partial(self._finalize_failed, policies=len(policy_refs))
+                if self._checkpoint_engine_ready or self._partly_set_up
+                else None,
             )
             self.last_failure = failure
             raise failure.cause(first) from None
 
-    def _finalize_failed(self, places: Sequence[int], policies: int, engines: int) -> None:
+    def _finalize_failed(self, places: Sequence[int], *, policies: int) -> None:
         """Finalizes the checkpoint engine of some workers only: those that wait for them notice.
 
         Args:
             places: of the workers, policy first.
             policies: how many of the policy's workers a step runs on.
-            engines: how many engines it runs on.
         """
-        self._let_go = True
+        self._checkpoint_engine_ready = False
+        self._partly_set_up = True
         ranks = self._generation.worker_group.workers
         refs: list[ObjectRef[object]] = []
         for place in places:
             if place < policies:
                 worker, rpc = self._policy.worker_group.workers[place], "checkpoint_engine_rpc"
             else:
-                leader = (place - policies) * (len(ranks) // engines)
+                leader = (place - policies) * self._ranks_per_engine()
                 worker, rpc = ranks[leader], self._generation_rpc()
             refs.append(call_remote(worker, rpc, checkpoint_method="finalize_checkpoint_engine"))
         # One that fails at this too is finalized again with the others.
-        ray.wait(refs, num_returns=len(refs), timeout=ECHO_S)
+        ray.wait(refs, num_returns=len(refs), timeout=NOTICED_S)
 
     def _engine_options(self) -> dict[str, object]:
         config = self._checkpoint_engine_config
@@ -378,13 +394,6 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         except Exception as second:
             self.last_failure = failure
             error.add_note(f"finalizing the checkpoint engine failed as well: {second!r}")
-
-
-def _accepted(result: Result[_T, RefitError]) -> _T:
-    if not is_successful(result):
-        error = result.failure()
-        raise RefitConfigurationError(describe(error), error=error)
-    return result.unwrap()
 
 
 def _choices(connected: Iterable[object]) -> tuple[EngineChoice, ...]:

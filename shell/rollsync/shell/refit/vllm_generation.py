@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollsync.pure.refit.blame import HowEnded, StepEnd
 from rollsync.pure.refit.engine_ranks import engine_state
 from rollsync.pure.refit.lifecycle import Closed, EngineState, Poisoned, Serving
 from rollsync.shell.refit.errors import EngineStepFailed
@@ -237,7 +238,7 @@ def engine_ended(step: str, error: Exception) -> EngineStepFailed:
     processes are gone. (Its own error for that cannot be read by a process without vLLM.)"""
     return EngineStepFailed(
         f"{step} failed as vLLM's processes have ended: {type(error).__name__}: {error}",
-        echo=False,
+        end=StepEnd(HowEnded.GONE),
         remedy="see Ray's log of the engine for why they ended; start the engine anew",
     )
 

@@ -15,12 +15,11 @@ import msgspec
 import torch
 
 from rollsync.pure.refit import TensorSpec
-from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
 from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.refit_receiver import RefitReceiver
-from rollsync.shell.refit.step_answers import StepAnswer, StepDone, StepFailed
+from rollsync.shell.refit.step_answers import RankAnswer, RankDone, rank_failed
 from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
 
 if TYPE_CHECKING:
@@ -81,21 +80,21 @@ class RefitWorkerExtension:
             `refit_state` say why.
         """
         answer = self._refit_step("update_weights_from_checkpoint_engine", ())
-        return answer.value if isinstance(answer, StepDone) else False
+        return answer.value if isinstance(answer, RankDone) else False
 
     def finalize_checkpoint_engine(self) -> None:
         """Gives back what the engine reserved."""
         self._refit().finalize()
 
     def refit_step(self, step: str, arguments: Sequence[Any]) -> object:
-        """Runs one of the steps above; answers a `StepAnswer` in plain form, and never raises."""
+        """Runs one of the steps above; answers a `RankAnswer` in plain form, and never raises."""
         return msgspec.to_builtins(self._refit_step(step, arguments))
 
     def refit_state(self) -> object:
         """This worker's life-cycle state, in plain form."""
         return msgspec.to_builtins(self._refit().state)
 
-    def _refit_step(self, step: str, arguments: Sequence[Any]) -> StepAnswer:
+    def _refit_step(self, step: str, arguments: Sequence[Any]) -> RankAnswer:
         steps: dict[str, Callable[..., object]] = {
             "checkpoint_engine_total_memory_bytes": self.checkpoint_engine_total_memory_bytes,
             "declare_refit_weights": self.declare_refit_weights,
@@ -111,14 +110,10 @@ class RefitWorkerExtension:
                     f"a generation worker has no step {step!r}",
                     remedy=f"call one of {', '.join(steps)}",
                 )
-            return StepDone(steps[step](*arguments))
+            return RankDone(steps[step](*arguments))
         except Exception as error:
             logger.exception("%s failed", step)
-            return StepFailed(
-                rank=torch.distributed.get_rank(),
-                message=f"{type(error).__name__}: {error}",
-                echo=isinstance(error, PeerFailed | PeerLost),
-            )
+            return rank_failed(torch.distributed.get_rank(), error)
 
     def _refit_receive(self) -> object:
         return msgspec.to_builtins(self._refit().update())

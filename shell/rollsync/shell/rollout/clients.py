@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
+from ray.exceptions import RayActorError
 
+from rollsync.shell.actor_deaths import reason_of_death
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo import StepMetrics, TrainingRow
 from rollsync.shell.rollout.errors import WorkersLost
@@ -26,7 +28,17 @@ class EnginesLost(WorkersLost):
 
 
 class TrainerLost(WorkersLost):
-    """A policy worker is gone, and with it what was not in a checkpoint."""
+    """A policy worker is gone or stuck, and with it what was not in a checkpoint."""
+
+
+def trainer_lost(error: RayActorError, rank: int) -> TrainerLost:
+    """The loss of a policy worker, with Ray's reason."""
+    lost = TrainerLost(
+        f"policy worker {rank} is gone: {reason_of_death(error)}",
+        remedy="see Ray's log of the worker; the same command goes on from the last save",
+    )
+    lost.__cause__ = error
+    return lost
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from returns.pipeline import is_successful
 
-from rollsync.pure.refit.fleet.decisions import awaits_sync, replacements_wanted
+from rollsync.pure.refit.fleet.decisions import awaits_sync, free_slot, replacements_wanted
 from rollsync.pure.refit.fleet.errors import describe_fleet_error
 from rollsync.pure.refit.fleet.events import (
     ActorDied,
@@ -156,12 +156,7 @@ class EngineFleet:
 
     def _start_engine(self) -> None:
         name = f"engine-{len(self.state.engines)}"
-        taken = {
-            self._engines[other].slot
-            for other, record in self.state.engines.items()
-            if record.phase is not EnginePhase.DEAD
-        }
-        slot = next(slot for slot in range(self.state.wanted) if slot not in taken)
+        slot = free_slot(self.state, {other: each.slot for other, each in self._engines.items()})
         self._engines[name] = _Engine(
             actor=self._start(slot),
             slot=slot,
@@ -227,7 +222,7 @@ class EngineFleet:
         return self._engines[name].actor
 
     def slot_of(self, name: str) -> int:
-        """Whose place an engine has: of those that are not dead, no two have the same."""
+        """Which slot an engine has: of those that are not dead, no two have the same."""
         return self._engines[name].slot
 
     def last_probe(self, name: str) -> EngineProbe | None:

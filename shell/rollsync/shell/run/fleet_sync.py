@@ -17,28 +17,27 @@ from ray.exceptions import RayActorError
 from rollsync.pure.refit.fleet.decisions import (
     RetrySync,
     SyncDone,
+    SyncGivenUp,
+    after_failed_attempt,
     after_sync,
     may_sync,
     takes_part,
 )
 from rollsync.pure.refit.fleet.events import (
-    ActorDied,
     EngineSynced,
     EngineSyncFailed,
     SyncClosed,
     SyncStarted,
 )
-from rollsync.pure.refit.lifecycle import Poisoned, Serving
-from rollsync.shell.grpo.client import trainer_lost
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
-from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.errors import RefitError, WorkerUnresponsive
 from rollsync.shell.refit.report import SyncReport, WorkerTransfer
-from rollsync.shell.refit.step_failure import is_echo
 from rollsync.shell.refit.worker_group import GenerationGroup, is_death
-from rollsync.shell.rollout.clients import SyncFigures
+from rollsync.shell.rollout.clients import SyncFigures, TrainerLost, trainer_lost
 from rollsync.shell.run.fleet import EngineFleet, engines_lost, reason_of
 
 ALL_DIED: Final = "every engine that took part died at its end"
+GOES_ON: Final = "the same command goes on from the last save"
 Retried = Callable[[int, str], None]
 """Told of a sync that is tried again: its version, and why the last attempt failed."""
 
@@ -93,28 +92,24 @@ class FleetSync:
             version = self._trainer.trainer_version
             while True:
                 self._fleet.apply(SyncStarted(version, engines))
-                # By place, so that a replacement is fed by whoever fed the engine before it.
-                in_place = tuple(sorted(engines, key=self._fleet.slot_of))
-                outcome = await self._attempt(version, in_place)
-                decided = after_sync(self._fleet.state)
+                # By slot, so that a replacement is fed by whoever fed the engine before it.
+                by_slot = tuple(sorted(engines, key=self._fleet.slot_of))
+                outcome = await self._attempt(version, by_slot)
+                lost = self._trainer_lost(outcome)
+                decided = after_sync(self._fleet.state, trainer_lost=lost is not None)
                 if not isinstance(decided, RetrySync):
                     break
                 engines = decided.engines
                 # An engine may die between its last answer and the note of it.
                 self._retried(version, _why(outcome))
-            sync = self._fleet.state.sync
             self._fleet.apply(SyncClosed())
             if self._fleet.state.lost is not None:
                 raise engines_lost(self._fleet.state.lost)
             if isinstance(decided, SyncDone):
                 seconds = time.perf_counter() - began_s
                 return self._figures(version, outcome, seconds)
-            blamed = sync is not None and not set(sync.engines).isdisjoint(sync.blamed)
-            if isinstance(outcome, Exception) and not blamed:
-                # Engines' deaths are dealt with by now: an actor that is gone is the trainer's.
-                if isinstance(outcome, RayActorError):
-                    raise trainer_lost(outcome, self._lost_rank()) from outcome
-                raise outcome
+            if isinstance(decided, SyncGivenUp):
+                raise self._given_up(decided, outcome, lost)
 
     async def _next_engines(self) -> tuple[str, ...]:
         """Who takes part in the sync that begins now; waits until somebody can."""
@@ -163,35 +158,50 @@ class FleetSync:
     async def _note_failure(self, version: int, engines: Sequence[str], error: Exception) -> None:
         """Ask each engine what it holds now: an attempt may have failed after some had it all."""
         failure = self._synchronizer.last_failure
-        answers: Sequence[object] = () if failure is None else failure.engines
-        if len(answers) != len(engines):
-            answers = [None] * len(engines)
+        answers: Sequence[object] = [None] * len(engines)
+        blamed = frozenset[int]()
+        if failure is not None and len(failure.engines) == len(engines):
+            answers, blamed = failure.engines, failure.engines_to_blame
         probes = await asyncio.gather(*(self._fleet.probe(name) for name in engines))
-        for name, answer, missed in zip(engines, answers, probes, strict=True):
-            if isinstance(missed, ActorDied):
-                self._fleet.apply(missed)
-                continue
-            if isinstance(answer, Exception) and is_death(answer):
-                self._fleet.apply(ActorDied(name, reason_of(answer)))
-                continue
-            if missed is not None:
-                self._fleet.apply(EngineSyncFailed(name, "it did not answer after it", own=True))
-                continue
+        for place, (name, answer, missed) in enumerate(zip(engines, answers, probes, strict=True)):
+            died = isinstance(answer, Exception) and is_death(answer)
             probe = self._fleet.last_probe(name)
-            state = None if probe is None else probe.state
-            if isinstance(state, Serving) and state.version == version:
-                self._fleet.apply(EngineSynced(name))
-                continue
-            own = not is_echo(answer) if isinstance(answer, Exception) else answer is False
-            cause = state.cause if isinstance(state, Poisoned) else reason_of(error)
-            self._fleet.apply(EngineSyncFailed(name, cause, own=own))
+            news = after_failed_attempt(
+                name,
+                version,
+                died=reason_of(answer) if died and isinstance(answer, Exception) else None,
+                missed=missed,
+                state=None if probe is None else probe.state,
+                to_blame=place in blamed,
+                why=reason_of(error),
+            )
+            self._fleet.apply(news)
 
-    def _lost_rank(self) -> int:
-        """The policy worker that is gone; the first, which is asked alone, if no step says it."""
+    def _trainer_lost(self, outcome: SyncFigures | Exception) -> TrainerLost | None:
+        """The loss of the policy worker that was gone or stuck in the attempt, if one was."""
         failure = self._synchronizer.last_failure
-        answers: Sequence[object] = () if failure is None else failure.policy
-        gone = (rank for rank, each in enumerate(answers) if isinstance(each, RayActorError))
-        return next(gone, 0)
+        if failure is None or not isinstance(outcome, Exception):
+            return None
+        for rank, answer in enumerate(failure.policy):
+            if isinstance(answer, RayActorError):
+                return trainer_lost(answer, rank)
+            if isinstance(answer, WorkerUnresponsive):
+                lost = TrainerLost(answer.message, remedy=f"{answer.remedy}; {GOES_ON}")
+                lost.__cause__ = answer
+                return lost
+        return None
+
+    def _given_up(
+        self, decided: SyncGivenUp, outcome: SyncFigures | Exception, lost: TrainerLost | None
+    ) -> Exception:
+        """Why there will not be another attempt."""
+        if lost is not None:
+            return lost
+        if isinstance(outcome, RayActorError):
+            # Engines' deaths are dealt with by now. No step says which policy worker is gone: then
+            # it is the first, which is asked alone.
+            return trainer_lost(outcome, 0)
+        return outcome if isinstance(outcome, Exception) else RefitError(decided.why)
 
     def _figures(
         self, version: int, outcome: SyncFigures | Exception, seconds: float

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import pytest
 from msgspec.structs import replace
 
 from rollsync.pure.refit.fleet.decisions import (
+    EnginesAwaited,
     RetrySync,
     SyncDone,
     SyncGivenUp,
     SyncUnfinished,
+    after_failed_attempt,
     after_sync,
     awaits_sync,
+    free_slot,
     may_serve,
     may_sync,
     replacements_wanted,
@@ -30,6 +36,15 @@ from rollsync.pure.refit.fleet.events import (
 )
 from rollsync.pure.refit.fleet.state import FleetSettings, FleetState, new_fleet
 from rollsync.pure.refit.fleet.transitions import apply_to_fleet
+from rollsync.pure.refit.lifecycle import (
+    Closed,
+    Connected,
+    EngineState,
+    Poisoned,
+    Serving,
+    Unconnected,
+    Updating,
+)
 
 A, B, C, D = "engine-0", "engine-1", "engine-2", "engine-3"
 ALL = (A, B, C)
@@ -156,7 +171,7 @@ def test_a_sync_is_tried_again_without_each_engine_that_broke_it() -> None:
     assert after_sync(state) == RetrySync(2, (A,))
     for event in (SyncStarted(2, (A,)), own(A)):
         state = apply_to_fleet(state, event).unwrap()
-    assert after_sync(state) == SyncGivenUp("no engine is left to sync")
+    assert after_sync(state) == EnginesAwaited()
 
 
 def test_a_sync_that_no_engine_broke_is_not_tried_again() -> None:
@@ -179,3 +194,63 @@ def test_a_lost_fleet_syncs_nothing_more() -> None:
     assert isinstance(after_sync(state), SyncGivenUp)
     settings = replace(state.settings, min_healthy=0)
     assert not awaits_sync(replace(state, settings=settings))
+
+
+def test_a_sync_that_the_trainer_broke_is_not_tried_again_whoever_else_is_to_blame() -> None:
+    state = fleet(*SYNCING, echo(A), echo(B), ActorDied(C, "killed"))
+    assert after_sync(state, trainer_lost=True) == SyncGivenUp("a policy worker is lost")
+    loaded = fleet(*SYNCING, *map(EngineSynced, ALL))
+    assert after_sync(loaded, trainer_lost=True) == SyncDone(2)
+
+
+STATES: tuple[EngineState | None, ...] = (
+    None,
+    Unconnected(),
+    Connected(),
+    Updating(2),
+    Serving(1),
+    Serving(2),
+    Poisoned(2, "no memory"),
+    Closed(),
+)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_an_engine_says_after_a_failed_attempt_is_what_counts(
+    state: EngineState | None,
+) -> None:
+    """Every answer of its step and of its probe, with every state that it may have told before."""
+    probes = (None, ProbeMissed(A), ActorDied(A, "its node is gone"))
+    for died, missed, to_blame in product((None, "killed"), probes, (False, True)):
+        news = after_failed_attempt(
+            A, 2, died=died, missed=missed, state=state, to_blame=to_blame, why="another failed"
+        )
+        expected: FleetEvent
+        match died, missed, state:
+            case _, ActorDied(), _:
+                expected = ActorDied(A, "its node is gone")
+            case "killed", _, _:
+                expected = ActorDied(A, "killed")
+            case _, ProbeMissed(), _:
+                expected = EngineSyncFailed(A, "it did not answer after it", own=True)
+            case _, None, Serving(2):
+                expected = EngineSynced(A)
+            case _, None, Poisoned():
+                expected = EngineSyncFailed(A, "no memory", own=to_blame)
+            case _:
+                expected = EngineSyncFailed(A, "another failed", own=to_blame)
+        assert news == expected
+
+
+def test_an_engine_starts_in_the_first_slot_that_no_living_one_has() -> None:
+    slots: dict[str, int] = {}
+    state = fleet()
+    for name in ALL:
+        slots[name] = free_slot(state, slots)
+        state = apply_to_fleet(state, EngineStarted(name)).unwrap()
+    assert slots == {A: 0, B: 1, C: 2}
+    state = fleet(*SYNCED, ActorDied(B, "killed"))
+    assert free_slot(state, slots) == 1
+    slots[D] = 1
+    state = fleet(*SYNCED, ActorDied(B, "killed"), EngineStarted(D), ActorDied(A, "killed"))
+    assert free_slot(state, slots) == 0

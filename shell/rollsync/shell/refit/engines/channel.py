@@ -359,11 +359,13 @@ class ControlChannel:
         return keyed.digest()
 
     def _timeout(self, what: str) -> TransferTimeout:
-        return self.error(
+        error = self.error(
             TransferTimeout,
             f"{what} for {self.timeout_s:g} s",
             remedy="see the other worker's log; raise refit_timeout_s if it is only slow",
         )
+        error.waited_for = self.peer
+        return error
 
     def lost(self) -> Exception:
         """The error for a connection that ended."""

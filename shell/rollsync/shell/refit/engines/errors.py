@@ -29,6 +29,9 @@ class TransferError(RefitError):
 class TransferTimeout(TransferError, TimeoutError):
     """The other end did not answer within `refit_timeout_s`."""
 
+    waited_for: str = ""
+    """The worker that did not answer, `policy 0` or `rollout 3`; empty where that is not known."""
+
 
 class PeerLost(TransferError, ConnectionError):
     """The other end is gone: its process ended or it closed the connection."""

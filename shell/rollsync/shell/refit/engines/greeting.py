@@ -120,12 +120,14 @@ class Greeting:
         except TimeoutError as error:
             if isinstance(error, TransferError):
                 raise
-            raise TransferTimeout(
+            late = TransferTimeout(
                 f"{self._place.sender} did not come for {self._timeout_s:g} s",
                 rank=self._place.name,
                 stage="waited for the sender",
                 remedy="see the log of that worker; raise refit_timeout_s if it is only slow",
-            ) from error
+            )
+            late.waited_for = str(self._place.sender)
+            raise late from error
         finally:
             for task in self._greeted:
                 task.cancel()
