@@ -44,7 +44,9 @@ class PolicyRefitMixin:
     def iter_refit_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yields every weight under its checkpoint name, full and on any device.
 
-        It is called once per sync, and each tensor may be reused after the next is asked for.
+        It is called once per sync, and each tensor may be reused after the next is asked for. With
+        the engine option `direct` there is an exception: receivers read the memory of tensors
+        themselves then, so all of them have to keep theirs, unchanged, until the sync has ended.
         """
         raise NotImplementedError
 

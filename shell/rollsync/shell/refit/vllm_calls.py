@@ -1,7 +1,7 @@
 """Requests and answers of vLLM, and the options that rollsync starts it with.
 
-Rules kept here: this and `vllm_loader` are the modules that import vLLM, and only an actor that
-holds an engine imports them, so that a driver needs no vLLM; and a call of an engine ends when the
+Rules kept here: nothing that a driver imports imports this module, so that a driver needs no vLLM
+(`vllm_generation` does so when its actor starts an engine); and a call of an engine ends when the
 engine's processes do, which vLLM's own would wait for.
 """
 
@@ -87,17 +87,15 @@ def answered_by(llm: LLM, call: Callable[[], _T]) -> _T:
 
 
 def engine_options(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's options for an engine that rollsync refits; the caller's own win.
-
-    Log-probabilities are those of the distribution that is sampled from, and the tokenizer is left
-    out: prompts and completions are token ids.
-    """
+    """vLLM's options for an engine that rollsync refits: the caller's, and `OWN_OPTIONS` of
+    `vllm_generation`. The tokenizer is left out unless the caller wants it: prompts and completions
+    are token ids."""
     return {
+        "skip_tokenizer_init": True,
+        **options,
         "model": model,
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": True,
-        **options,
     }
 
 

@@ -17,7 +17,7 @@ import msgspec
 from rollsync.pure.refit.blame import HowEnded, StepEnd
 from rollsync.pure.refit.engine_ranks import engine_state
 from rollsync.pure.refit.lifecycle import Closed, EngineState, Poisoned, Serving
-from rollsync.shell.refit.errors import EngineStepFailed
+from rollsync.shell.refit.errors import EngineStepFailed, RefitConfigurationError
 from rollsync.shell.refit.generation import (
     Completion,
     EngineProbe,
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 UPDATE = "update_weights_from_checkpoint_engine"
 
+OWN_OPTIONS: Mapping[str, str] = {
+    "model": "it is named beside the options",
+    "worker_extension_cls": "it is the half of a refit that receives",
+    "logprobs_mode": "completions tell the log-probabilities of the distribution sampled from",
+}
+"""Options of vLLM that a caller cannot give, and why."""
+
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -51,12 +58,15 @@ class VllmGenerationWorker:
 
     Args:
         model: path of a model in Hugging Face's layout.
-        options: of vLLM's engine arguments; rollsync's own come first.
+        options: of vLLM's engine arguments, but for `OWN_OPTIONS`.
+
+    Raises:
+        RefitConfigurationError: when one of those is among the options.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any] | None = None) -> None:
         self._model = model
-        self._options = dict(options or {})
+        self._options = checked_options(options)
         self._gate = ServingGate()
         self._started: asyncio.Task[AsyncLLM] | None = None
 
@@ -161,13 +171,17 @@ class VllmSyncGenerationWorker:
 
     Args:
         model: path of a model in Hugging Face's layout.
-        options: of vLLM's engine arguments; rollsync's own come first.
+        options: of vLLM's engine arguments, but for `OWN_OPTIONS`.
+
+    Raises:
+        RefitConfigurationError: when one of those is among the options.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any] | None = None) -> None:
+        own = checked_options(options)
         from rollsync.shell.refit.vllm_calls import start_sync
 
-        self._llm = start_sync(model, options or {})
+        self._llm = start_sync(model, own)
         self._state: EngineState = engine_state(())
 
     def prepare_refit_info(self, refit_info: object) -> None:
@@ -225,6 +239,21 @@ class VllmSyncGenerationWorker:
         finally:
             self._state = state
         return values_of(step, answers)
+
+
+def checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A caller's options.
+
+    Raises:
+        RefitConfigurationError: when one is not the caller's to choose.
+    """
+    for name, why in OWN_OPTIONS.items():
+        if name in (options or {}):
+            raise RefitConfigurationError(
+                f"the vLLM option {name!r} is rollsync's own to set: {why}",
+                remedy=f"leave {name!r} out of the engine's options",
+            )
+    return dict(options or {})
 
 
 def declared(refit_info: object) -> object:
