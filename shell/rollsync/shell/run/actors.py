@@ -1,6 +1,6 @@
 """Starts the policy workers and the engines that a configuration names, each where it was placed.
 
-Rule kept here: an engine is made from the configuration and its index alone, so that one that is
+Rule kept here: an engine is made from the configuration and its slot alone, so that one that is
 gone can be made again.
 """
 
@@ -29,30 +29,30 @@ def start_policy(
     )
 
 
-def start_engine(config: MasterConfig, placement: WorkerPlacement, index: int) -> Actor:
-    """Engine `index`, in its own process."""
+def start_engine(config: MasterConfig, placement: WorkerPlacement, slot: int) -> Actor:
+    """The engine of a slot, in its own process."""
     if config.generation.backend == "torch":
-        return _torch_engine(config, placement, index)
-    return _vllm_engine(config, placement, index)
+        return _torch_engine(config, placement, slot)
+    return _vllm_engine(config, placement, slot)
 
 
-def _torch_engine(config: MasterConfig, placement: WorkerPlacement, index: int) -> Actor:
+def _torch_engine(config: MasterConfig, placement: WorkerPlacement, slot: int) -> Actor:
     from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 
-    actor = ray.remote(TorchGenerationWorker).options(**placement.engine_options(index))
+    actor = ray.remote(TorchGenerationWorker).options(**placement.engine_options(slot))
     return actor.remote(
         config.model.path,
-        workers_on_host=placement.engine_workers_on_host(index),
+        workers_on_host=placement.engine_workers_on_host(slot),
         threads=1 if config.run.deterministic else 0,
     )
 
 
-def _vllm_engine(config: MasterConfig, placement: WorkerPlacement, index: int) -> Actor:
+def _vllm_engine(config: MasterConfig, placement: WorkerPlacement, slot: int) -> Actor:
     from rollsync.shell.refit.vllm_generation import CPU_ENVIRONMENT, VllmGenerationWorker
 
     environment = {**CPU_ENVIRONMENT, **_offline(os.environ)}
     actor = ray.remote(VllmGenerationWorker).options(
-        **placement.engine_options(index), runtime_env={"env_vars": environment}
+        **placement.engine_options(slot), runtime_env={"env_vars": environment}
     )
     options = {
         "max_model_len": config.generation.max_model_len,

@@ -1,7 +1,8 @@
 """A refit without a run: the configured workers, made-up weights, and the rate of each route.
 
-Rule kept here: the weights travel the way that a run's would: the same actors where the same
-placement puts them, the same engine, the same bucket size.
+Rule kept here: the weights travel the way that a run's would: the same engines' actors, and policy
+workers that hold made-up weights of the same model (`SyntheticPolicyWorker`), where the same
+placement puts them, through the same checkpoint engine, with the same bucket size.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def check_cluster(config: MasterConfig) -> Iterator[RouteRate]:
     _check_settings(config)
     with connected(config), placed_workers(config) as placement:
         policy = [_start_policy(config, placement, r) for r in range(_policy_workers(config))]
-        engines = [start_engine(config, placement, i) for i in range(config.generation.engines)]
+        slots = range(config.generation.engines)
+        engines = [start_engine(config, placement, slot) for slot in slots]
         versions = count(step=_SYNCS)
         for way in ways_of(_routes(config, policy, engines)):
             taken = [engines[index] for index in way.engines]
@@ -253,12 +255,12 @@ def _connected(
 
 
 def _named(placement: WorkerPlacement, way: Way) -> str:
-    *relays, index = way.engines
-    policy, engine = placement.policy_node(way.policy_worker), placement.engine_node(index)
+    *relays, slot = way.engines
+    policy, engine = placement.policy_node(way.policy_worker), placement.engine_node(slot)
     relayed = "".join(f", relayed by generation engine {relay}" for relay in relays)
     return (
         f"policy worker {way.policy_worker} (node {policy.node_id[:8]} on {policy.host}) to "
-        f"generation engine {index} (node {engine.node_id[:8]} on {engine.host}){relayed}"
+        f"generation engine {slot} (node {engine.node_id[:8]} on {engine.host}){relayed}"
     )
 
 

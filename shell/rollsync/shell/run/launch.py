@@ -28,7 +28,7 @@ from rollsync.shell.rollout.data_plane import DataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
 from rollsync.shell.run.actors import start_engine, start_policy
-from rollsync.shell.run.connect import connect, noted
+from rollsync.shell.run.clients import make_clients, noted
 from rollsync.shell.run.fleet import EngineFleet
 from rollsync.shell.run.model_digest import with_model_digest
 from rollsync.shell.run.placement import WorkerPlacement, connected, placed_workers
@@ -144,7 +144,7 @@ async def carry_on(
         notice=lambda notice: journal.write(noted(notice)),
     )
     async with fleet, trainer:
-        sync, clients = connect(
+        sync, clients = make_clients(
             config,
             trainer=trainer,
             fleet=fleet,

@@ -98,31 +98,32 @@ class WorkerPlacement:
         self._nodes = nodes
         self._hosts = workers_by_host([node.node_id for node in nodes], nodes)
         places = places_near_policy(nodes[:policy_workers], nodes[policy_workers:])
+        # By the slot of the engine.
         self._engine_bundles = tuple(policy_workers + place for place in places)
 
     def policy_options(self, rank: int) -> dict[str, object]:
         """Options of a policy worker's actor."""
         return self._options(rank)
 
-    def engine_options(self, index: int) -> dict[str, object]:
-        """Options of an engine's actor. An engine that takes a dead one's place takes these too."""
-        return self._options(self._engine_bundles[index])
+    def engine_options(self, slot: int) -> dict[str, object]:
+        """Options of the actor of a slot's engine: the same for each engine that has the slot."""
+        return self._options(self._engine_bundles[slot])
 
     def policy_workers_on_host(self, rank: int) -> int:
         """How many workers have the host of a policy worker, itself included."""
         return self._hosts[rank]
 
-    def engine_workers_on_host(self, index: int) -> int:
+    def engine_workers_on_host(self, slot: int) -> int:
         """How many workers have the host of an engine, itself included."""
-        return self._hosts[self._engine_bundles[index]]
+        return self._hosts[self._engine_bundles[slot]]
 
     def policy_node(self, rank: int) -> ClusterNode:
         """Where a policy worker is."""
         return self._nodes[rank]
 
-    def engine_node(self, index: int) -> ClusterNode:
+    def engine_node(self, slot: int) -> ClusterNode:
         """Where an engine is."""
-        return self._nodes[self._engine_bundles[index]]
+        return self._nodes[self._engine_bundles[slot]]
 
     def _options(self, bundle: int) -> dict[str, object]:
         resources = dict(self._needs[bundle].resources)

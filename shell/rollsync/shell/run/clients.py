@@ -46,7 +46,7 @@ class EngineClient:
         )
 
 
-def connect(
+def make_clients(
     config: MasterConfig,
     *,
     trainer: GrpoTrainerClient,
@@ -55,7 +55,8 @@ def connect(
     verifier: Verifier,
     journal: Journal,
 ) -> tuple[FleetSync, RunClients]:
-    """The sync between a trainer and its engines, and all that the controller works with."""
+    """The sync between a trainer and its engines, and all that the controller works with. Nothing
+    is connected yet: the first sync does that."""
     group = GenerationGroup([])
     sync = FleetSync(
         fleet,
