@@ -10,10 +10,10 @@ import pytest
 
 from rollsync.pure.refit import describe, errors
 
-KINDS: tuple[type[errors.RefitError], ...] = get_args(errors.RefitError)
+KINDS: tuple[type[errors.RefitErrorValue], ...] = get_args(errors.RefitErrorValue)
 
 
-def filled(kind: type[errors.RefitError]) -> errors.RefitError:
+def filled(kind: type[errors.RefitErrorValue]) -> errors.RefitErrorValue:
     """An error of that kind with a value of its own in every field."""
     values: dict[str, object] = {}
     for number, (field, hint) in enumerate(get_type_hints(kind).items()):
@@ -45,11 +45,11 @@ def test_the_union_has_every_error() -> None:
         and not value.__name__.startswith("_")
     } - {msgspec.Struct}
     assert set(KINDS) == defined
-    assert isinstance(errors.RefitError, UnionType)
+    assert isinstance(errors.RefitErrorValue, UnionType)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_error_is_worded_with_what_it_holds(kind: type[errors.RefitError]) -> None:
+def test_every_error_is_worded_with_what_it_holds(kind: type[errors.RefitErrorValue]) -> None:
     error = filled(kind)
     text = describe(error)
     assert text == text.strip()

@@ -45,7 +45,7 @@ from rollsync.pure.refit.buckets import (
 )
 from rollsync.pure.refit.describe import describe
 from rollsync.pure.refit.dtypes import DTYPE_BYTES
-from rollsync.pure.refit.errors import PlanDifference, PlanError, RefitError
+from rollsync.pure.refit.errors import PlanDifference, PlanError, RefitErrorValue
 from rollsync.pure.refit.metadata import (
     Topology,
     flatten_metadata,
@@ -79,7 +79,7 @@ __all__ = [
     "PlanDifference",
     "PlanError",
     "PolicyWorker",
-    "RefitError",
+    "RefitErrorValue",
     "RolloutWorker",
     "Route",
     "RoutingTable",

@@ -10,7 +10,7 @@ from typing import assert_never
 from rollsync.pure.refit import errors as e
 
 
-def describe(error: e.RefitError) -> str:
+def describe(error: e.RefitErrorValue) -> str:
     """One or two sentences for a person."""
     match error:
         case (

@@ -387,7 +387,7 @@ class ServesAnotherVersion(_Error, frozen=True, kw_only=True):
 
 ServingError = ServesNothing | ServesAnotherVersion
 
-RefitError = (
+RefitErrorValue = (
     PlanError
     | PlanDifference
     | SentOtherThanDeclared

@@ -12,7 +12,7 @@ from msgspec import Struct
 from returns.pipeline import is_successful
 
 from rollsync.codecs.refit import huggingface
-from rollsync.pure.refit import RefitError, TensorSpec, describe
+from rollsync.pure.refit import RefitErrorValue, TensorSpec, describe
 from rollsync.pure.refit.errors import ShapesError
 from rollsync.pure.refit.model_shapes import HuggingFaceConfig, kv_heads_of, model_tensors
 from rollsync.shell.errors import RollsyncError
@@ -31,7 +31,7 @@ class PlanRefused(RollsyncError):
         error: the value that pure or the codecs refused it with.
     """
 
-    def __init__(self, message: str, *, remedy: str = "", error: RefitError) -> None:
+    def __init__(self, message: str, *, remedy: str = "", error: RefitErrorValue) -> None:
         super().__init__(message, remedy=remedy)
         self.error = error
 

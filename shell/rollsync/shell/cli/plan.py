@@ -18,7 +18,7 @@ from rich.table import Table
 
 from rollsync.pure.config import CheckpointEngineConfig
 from rollsync.pure.refit import (
-    RefitError,
+    RefitErrorValue,
     Sites,
     describe,
     parse_ratio,
@@ -292,7 +292,7 @@ def _size(size_bytes: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
 
 
-def _checked(result: Result[T, RefitError]) -> T:
+def _checked(result: Result[T, RefitErrorValue]) -> T:
     if not is_successful(result):
         error = result.failure()
         raise PlanRefused(describe(error), error=error)

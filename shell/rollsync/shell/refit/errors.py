@@ -9,8 +9,7 @@ from typing import TypeVar
 from returns.pipeline import is_successful
 from returns.result import Result
 
-from rollsync.pure.refit import RefitError as RefitErrorValue
-from rollsync.pure.refit import describe
+from rollsync.pure.refit import RefitErrorValue, describe
 from rollsync.pure.refit.blame import HowEnded, StepEnd
 from rollsync.shell.errors import RollsyncError
 
