@@ -18,8 +18,8 @@ HELLO: Final = control.Hello(
     rollout_rank=2,
     train_world_size=2,
     rollout_world_size=4,
-    bucket_bytes=512,
-    buckets=2,
+    buffer_bytes=512,
+    buffers=2,
     memory_id="m",
 )
 

@@ -4,17 +4,23 @@ One connection carries one stream. The two ends prove to each other that they kn
 secret (`Challenge`, `Hello`, `Welcome`). They compare what was declared of the weights
 (`PlanOffered`, `PlanAnswered`; when that differs, `PlanDeclared`), the receiver says what it keeps
 of them (`LayoutRequested`, `LayoutReported`, where the sender does not know it yet), and the sender
-says how the stream comes (`StreamBegins`). Then it announces bucket after bucket, each of which the
-receiver releases when it needs it no more; `StreamEnded` says what the whole stream was, and
-`Failed` may come from either end at any time and is the last message.
+says how the stream comes (`StreamBegins`). Then it announces bucket after bucket, part by part
+(`BucketFilled`), and the receiver releases what it needs no more (`BucketReleased`); `StreamEnded`
+says what the whole stream was, and the receiver accepts it (`StreamAccepted`). `Failed` may come
+from either end at any time and is the last message.
+
+A *buffer* is memory, of which a sender has a few; a *bucket* is what the stream is cut into, and
+lies in the buffers; a *part* of a bucket is what one announcement covers.
 
 The sender is a policy worker, or a rollout worker that relays: that one passes on what its own
 sender says of the stream from `StreamBegins` on, and answers for its receivers.
 
-Where both ends read directly, a second connection carries what the receiver reads straight into its
-parameters: the sender offers a probe (`ProbeOffered`), the receiver says what it will read
-(`DestinationsOffered`, and to a sender that does not know them `DestinationsReported`), and then
-offers of tensors (`TensorsOffered`) are answered when they are read (`TensorsTaken`).
+Where both ends read directly, the same connection says what the receiver reads straight into its
+parameters. After `StreamBegins` the sender offers a probe (`ProbeOffered`), the receiver says what
+it will read, by digest (`DestinationsOffered`), and the sender whether it knows that
+(`DestinationsAnswered`); if not, it is told (`DestinationsReported`). Then offers of tensors
+(`TensorsOffered`) come between parts, the checksum of a very large tensor after its offer
+(`TensorHashed`), and an offer is answered when all of it is read (`TensorsTaken`).
 """
 
 from __future__ import annotations
@@ -49,9 +55,10 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
     """The rank that the sender means to send to."""
     train_world_size: int
     rollout_world_size: int
-    bucket_bytes: int
-    buckets: int
-    """Transfer buffers that the sender rotates through; they lie one behind the other."""
+    buffer_bytes: int
+    """Size of one of the sender's transfer buffers; `bucket_bytes` on the wire."""
+    buffers: int
+    """How many it has, which lie one behind the other; `buckets` on the wire."""
     memory_id: str
     """Names the sender's buffers: a receiver that has mapped them need not do it again."""
 
@@ -118,13 +125,14 @@ class StreamBegins(Struct, frozen=True, kw_only=True, tag="stream_begins"):
     """Where in the sender's buffers, one behind the other, this stream's buckets begin: receivers
     of different layouts share them."""
     bucket_bytes: int
-    """Size of one bucket of this stream."""
+    """Size of one bucket of this stream: a buffer's, or less where layouts share the buffers. As
+    many buckets lie there at a time, one behind the other, as there are buffers."""
     layout: str | None
     """The layout that is sent, which is the receiver's; None: all of every tensor."""
 
 
 class Piece(Struct, frozen=True, kw_only=True, gc=False):
-    """The part of one tensor that lies in one bucket; see `buckets.Chunk`."""
+    """What lies of one tensor in one bucket; see `buckets.Chunk`."""
 
     name: str
     shape: tuple[int, ...]
@@ -146,7 +154,7 @@ class BucketFilled(Struct, frozen=True, kw_only=True, tag="bucket_filled"):
     """A further part of a bucket is packed and may be read."""
 
     bucket: int
-    """Index in the stream, from 0; it lies in buffer `bucket % buckets`."""
+    """Index in the stream, from 0; where in the buffers it lies, `ring.Ring` says."""
     begin_bytes: int
     """Where in the bucket the part begins, which is where the one announced before ended."""
     filled_bytes: int

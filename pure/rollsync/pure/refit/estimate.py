@@ -25,8 +25,8 @@ from rollsync.pure.refit.routes import (
     RolloutWorker,
     Route,
     RoutingTable,
-    Sender,
     Sites,
+    Worker,
     choose_engine,
 )
 
@@ -200,7 +200,7 @@ def _route(
     )
 
 
-def _engine(sender: Sender, receiver_rank: int, sites: Sites) -> Engine:
+def _engine(sender: Worker, receiver_rank: int, sites: Sites) -> Engine:
     hosts = sites.policy_hosts if isinstance(sender, PolicyWorker) else sites.rollout_hosts
     route = Route(sender, RolloutWorker(receiver_rank))
     return choose_engine(route, hosts[sender.rank], sites.rollout_hosts[receiver_rank]).engine
@@ -214,7 +214,7 @@ def _seconds(
     over_link = [
         (route.sender, _engine(route.sender, route.receiver.rank, sites)) for route in table.routes
     ]
-    busy: dict[tuple[Sender, Engine], float] = {}
+    busy: dict[tuple[Worker, Engine], float] = {}
     for link, plan in zip(over_link, plans, strict=True):
         busy[link] = busy.get(link, 0.0) + plan.moved_bytes / speed_of[link[1]]
     seconds: list[float] = []

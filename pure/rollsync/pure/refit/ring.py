@@ -1,9 +1,9 @@
-"""A stream's transfer buffers as one ring: where a byte of the stream lies, and when it may.
+"""A stream's share of the transfer buffers as one ring: where a byte of it lies, and when it may.
 
-A byte's *position* counts through all buckets, `bucket * bucket_bytes + offset`. The buckets rotate
-through a few buffers that lie one behind the other, so the bytes of a tensor, which is cut only
-where a bucket ends, lie at consecutive positions; they lie in one piece in memory too, unless they
-go round the end of the ring.
+A byte's *position* counts through all buckets, `bucket * bucket_bytes + offset`. There is memory
+for a few buckets, one behind the other, and they rotate through it. So the bytes of a tensor, which
+is cut only where a bucket ends, lie at consecutive positions; they lie in one piece in memory too,
+unless they go round the end of the ring.
 
 Rules kept here: a position is filled again only when it was released a whole ring ago; a tensor
 that a receiver waits to have whole in the ring can come to lie there before anything of it is

@@ -40,7 +40,7 @@ class RolloutWorker(Struct, frozen=True, tag=True):
         return f"rollout {self.rank}"
 
 
-Sender = PolicyWorker | RolloutWorker
+Worker = PolicyWorker | RolloutWorker
 
 
 class Sites(Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class Sites(Struct, frozen=True, kw_only=True):
 class Route(Struct, frozen=True):
     """One edge of the table: the weights that `receiver` gets, it gets from `sender`."""
 
-    sender: Sender
+    sender: Worker
     receiver: RolloutWorker
 
 
@@ -84,17 +84,17 @@ class RoutingTable(Struct, frozen=True, kw_only=True):
     rollout_world_size: int
     routes: tuple[Route, ...]
 
-    def sender_to(self, rollout_rank: int) -> Sender:
+    def sender_to(self, rollout_rank: int) -> Worker:
         """Who sends to a rollout worker."""
         return self.routes[rollout_rank].sender
 
-    def receivers_of(self, sender: Sender) -> tuple[int, ...]:
+    def receivers_of(self, sender: Worker) -> tuple[int, ...]:
         """The rollout ranks that a worker sends to, in order; none for an idle one."""
         return tuple(route.receiver.rank for route in self.routes if route.sender == sender)
 
-    def path_to(self, rollout_rank: int) -> tuple[Sender, ...]:
+    def path_to(self, rollout_rank: int) -> tuple[Worker, ...]:
         """The senders between a policy worker, which comes first, and a rollout worker."""
-        path: list[Sender] = []
+        path: list[Worker] = []
         sender = self.sender_to(rollout_rank)
         while isinstance(sender, RolloutWorker):
             path.append(sender)
@@ -155,7 +155,7 @@ def plan_routes(
         return Failure(EmptyWorld(side="policy", world_size=train_world_size))
     if rollout_world_size < 1:
         return Failure(EmptyWorld(side="rollout", world_size=rollout_world_size))
-    senders: list[Sender] = [
+    senders: list[Worker] = [
         PolicyWorker(_feeder_of(rank, train_world_size, rollout_world_size))
         for rank in range(rollout_world_size)
     ]
@@ -211,7 +211,7 @@ def _check_sites(
     return None
 
 
-def _relay(senders: list[Sender], sites: Sites) -> None:
+def _relay(senders: list[Worker], sites: Sites) -> None:
     """Puts a relay in the place of a policy worker wherever the link was crossed before."""
     shards: Sequence[int] = sites.rollout_shards or [0] * len(senders)
     # By policy worker and shard: the first receiver on each host, in the order of the chain.

@@ -1,10 +1,10 @@
 """How the receivers of one sender share its buffers when they keep different parts of the weights.
 
 Receivers of one layout read the same buckets, packed once. Receivers of different layouts are sent
-different streams, each through a region of its own of the buffers, so that a sender's memory does
-not grow with the number of layouts that it feeds.
+different streams, each through a share of its own of the buffers, so that a sender's memory does
+not grow with the number of layouts that it feeds: with more of them, buckets are smaller.
 
-Rule kept here: regions are aligned, equally large, and do not overlap.
+Rule kept here: shares are aligned, equally large, and do not overlap.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SharedStream(Struct, frozen=True):
     Attributes:
         layout: `layout.layout_digest` of what they keep; None: all of every tensor.
         receivers: Their indices among the sender's receivers.
-        first_byte: Where its region begins in the buffers, which lie one behind the other; a
+        first_byte: Where its share begins in the buffers, which lie one behind the other; a
             multiple of `ALIGNMENT_BYTES`. Its buckets lie there one behind the other too.
         bucket_bytes: Size of its buckets, likewise.
     """
@@ -53,7 +53,7 @@ def share_buffers(
         return Failure(TooManyLayouts(layouts=len(receivers), buffer_bytes=buffer_bytes))
     return Success(
         tuple(
-            SharedStream(layout, tuple(own), position * buffers * each, each)
-            for position, (layout, own) in enumerate(receivers.items())
+            SharedStream(layout, tuple(own), index * buffers * each, each)
+            for index, (layout, own) in enumerate(receivers.items())
         )
     )

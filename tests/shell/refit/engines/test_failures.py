@@ -38,7 +38,7 @@ def test_the_sender_raises_what_the_loader_died_of(backend: str) -> None:
         rollouts.loader_fails_at = "bucket_and_one"
         with pytest.raises(PeerFailed, match="LoaderFailed: no room for bucket_and_one") as caught:
             rollouts.send(sample_weights().items())
-        assert caught.value.rank == "policy 0"
+        assert caught.value.worker == "policy 0"
 
 
 def test_the_receiver_raises_what_the_iterator_died_of(backend: str) -> None:

@@ -73,7 +73,7 @@ def test_a_killed_receiver_is_noticed_and_a_new_one_gets_everything(
         killed.wait_until_killed()
     with pytest.raises(PeerLost, match=r"policy 0, while it .*rollout 0") as raised:
         asyncio.run(engine.send_weights(sample_weights().items()))
-    assert raised.value.rank == "policy 0"
+    assert raised.value.worker == "policy 0"
     assert raised.value.stage
     killed.wait_until_killed()
     killed.close()
@@ -88,7 +88,7 @@ def test_a_killed_sender_is_noticed_and_a_new_one_is_received(
     killed = Peer(engine, backend=backend, role="policy", timeout_s=DEADLINE_S, die=moment)
     with pytest.raises(PeerLost, match="rollout 0, while it") as raised:
         asyncio.run(receive_all(engine))
-    assert raised.value.rank == "rollout 0"
+    assert raised.value.worker == "rollout 0"
     assert raised.value.stage in SENDER[moment]
     assert (raised.value.tensor != "") == (raised.value.stage in ("read a bucket", "loaded"))
     killed.wait_until_killed()

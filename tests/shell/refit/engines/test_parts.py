@@ -18,7 +18,7 @@ from rollsync.shell.refit.engines import outlets
 from rollsync.shell.refit.engines.errors import StreamError
 from rollsync.shell.refit.engines.mapping import can_mirror, map_file, reserve_file
 from rollsync.shell.refit.engines.packing import StreamPacker
-from rollsync.shell.refit.engines.rings import Assembly, Region, RunningChecksum, StreamRing
+from rollsync.shell.refit.engines.rings import Assembly, Buffers, RunningChecksum, StreamRing
 from rollsync.shell.refit.engines.unpacking import Expected, StreamUnpacker
 from tests.shell.refit.engines.pairs import pair
 
@@ -26,12 +26,12 @@ BUCKETS = 2
 SIZES = st.lists(st.integers(0, 9000), min_size=1, max_size=12)
 
 
-def region_of(bucket_bytes: int) -> Region:
+def buffers_of(bucket_bytes: int) -> Buffers:
     """Buffers in shared memory, mirrored where that is possible."""
     size = BUCKETS * bucket_bytes
     file = reserve_file(size)
     try:
-        return Region(map_file(file, size), bucket_bytes, BUCKETS)
+        return Buffers(map_file(file, size), bucket_bytes, BUCKETS)
     finally:
         os.close(file)
 
@@ -57,7 +57,7 @@ class Stream:
     """Both ends of a stream in one process.
 
     Args:
-        region: the buffers.
+        buffers: what the stream goes through.
         is_cut: whether a part ends after a slice.
         waits: whether a part that has come is looked at only when the next one has.
         assembly: where tensors are put together that the ring cannot hold.
@@ -65,12 +65,12 @@ class Stream:
 
     def __init__(
         self,
-        region: Region,
+        buffers: Buffers,
         is_cut: Callable[[], bool],
         waits: Callable[[], bool] = lambda: False,
         assembly: Assembly | None = None,
     ) -> None:
-        self.ring = StreamRing(region, 0, region.buffer_bytes)
+        self.ring = StreamRing(buffers, 0, buffers.buffer_bytes)
         self.unpacker = StreamUnpacker(self.ring, assembly or Assembly())
         self._is_cut = is_cut
         self._waits = waits
@@ -84,14 +84,14 @@ class Stream:
         packer = StreamPacker(self.ring.ring.bucket_bytes)
         bucket, end = 0, 0
         for name, tensor in tensors.items():
-            for part in packer.parts(name, tensor):
-                if part.bucket != bucket:
+            for chunk in packer.chunks(name, tensor):
+                if chunk.bucket != bucket:
                     yield from self._hand_over(bucket, end)
-                    bucket, end = part.bucket, 0
+                    bucket, end = chunk.bucket, 0
                     self._announced = (bucket, 0)
-                copy, begin = part.copy_to(self.ring), 0
+                copy, begin = chunk.copy_to(self.ring), 0
                 for cut in copy.ends:
-                    stop = part.piece.offset + cut
+                    stop = chunk.piece.offset + cut
                     position = self.ring.ring.position(bucket, stop)
                     if self._is_cut() or not self.ring.ring.may_fill(position, self._released):
                         yield from self._hand_over(bucket, end)
@@ -99,7 +99,7 @@ class Stream:
                         yield from self._load(0)
                     assert self.ring.ring.may_fill(position, self._released)
                     if not begin:
-                        self._pieces.append(part.piece)
+                        self._pieces.append(chunk.piece)
                     copy.to(begin, cut)
                     begin, end = cut, stop
         yield from self._hand_over(bucket, end)
@@ -140,7 +140,7 @@ def test_however_it_is_cut_a_stream_brings_the_same_tensors(
         for index, size in enumerate(sizes)
     }
     stream = Stream(
-        region_of(bucket_bytes),
+        buffers_of(bucket_bytes),
         lambda: random.random() < 0.5,
         lambda: random.random() < 0.5,
         assembly(),
@@ -152,17 +152,17 @@ def test_however_it_is_cut_a_stream_brings_the_same_tensors(
 
 
 def test_a_tensor_that_goes_round_the_ring_is_seen_in_one_piece() -> None:
-    region = region_of(2048)
-    assert can_mirror(region.size)
-    assert len(region.memory) == 2 * region.size
-    region.memory[5] = 7
-    assert region.memory[region.size + 5] == 7
+    buffers = buffers_of(2048)
+    assert can_mirror(buffers.size)
+    assert len(buffers.memory) == 2 * buffers.size
+    buffers.memory[5] = 7
+    assert buffers.memory[buffers.size + 5] == 7
 
 
 @pytest.mark.parametrize("size", [3 << 20, (3 << 20) + 1])
 def test_a_large_tensor_is_copied_slice_by_slice(size: int) -> None:
     tensor = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    stream = Stream(region_of(1 << 20), lambda: True)
+    stream = Stream(buffers_of(1 << 20), lambda: True)
     ((name, arrived),) = stream.exchange({"large": tensor})
     assert name == "large"
     assert torch.equal(arrived, tensor)
@@ -196,7 +196,7 @@ def test_parts_that_break_the_packing_rules_are_refused() -> None:
 
 def take_all(parts: list[BucketFilled]) -> None:
     """Let a receiver with buckets of 512 bytes have them."""
-    unpacker = StreamUnpacker(StreamRing(region_of(512), 0, 512), Assembly())
+    unpacker = StreamUnpacker(StreamRing(buffers_of(512), 0, 512), Assembly())
     for part in parts:
         expected = unpacker.expect(part)
         unpacker.gather(expected, None)
@@ -205,9 +205,9 @@ def take_all(parts: list[BucketFilled]) -> None:
 
 
 def test_a_checksum_is_the_same_however_it_is_taken() -> None:
-    region = region_of(2048)
-    region.memory[: region.size].random_(0, 255)
-    ring = StreamRing(region, 0, 2048)
+    buffers = buffers_of(2048)
+    buffers.memory[: buffers.size].random_(0, 255)
+    ring = StreamRing(buffers, 0, 2048)
     whole, sliced = RunningChecksum(ring, 2048), RunningChecksum(ring, 2048)
     whole.take(4096)
     for position in (2049, 2300, 4095, 4096):

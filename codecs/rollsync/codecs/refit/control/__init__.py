@@ -1,7 +1,7 @@
 """`refit.control`: one message between the two ends of a weight stream.
 
 The domain structs have the shape of the wire structs, so they are written as they are, but for the
-parts of a layout and the regions of a destination.
+greeting, the parts of a layout and the regions of a destination.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from rollsync.pure.refit.layout import Box, Part
 def to_wire(message: control.ControlMessage) -> control.ControlMessage | v2.ControlMessage:
     """The message, or its wire struct where that has another shape."""
     body = message.body
+    if isinstance(body, control.Hello):
+        return v2.ControlMessage(body=_hello_to_wire(body))
     if isinstance(body, control.LayoutReported):
         parts = tuple(
             v2.Part(name=part.name, starts=part.box.starts, sizes=part.box.sizes)
@@ -122,6 +124,21 @@ def _before_the_buckets(
             assert_never(wire)
 
 
+def _hello_to_wire(hello: control.Hello) -> v2.Hello:
+    return v2.Hello(
+        nonce=hello.nonce,
+        proof=hello.proof,
+        sender_rank=hello.sender_rank,
+        relays=hello.relays,
+        rollout_rank=hello.rollout_rank,
+        train_world_size=hello.train_world_size,
+        rollout_world_size=hello.rollout_world_size,
+        bucket_bytes=hello.buffer_bytes,
+        buckets=hello.buffers,
+        memory_id=hello.memory_id,
+    )
+
+
 def _hello(wire: v2.Hello) -> control.Hello:
     return control.Hello(
         nonce=wire.nonce,
@@ -131,8 +148,8 @@ def _hello(wire: v2.Hello) -> control.Hello:
         rollout_rank=wire.rollout_rank,
         train_world_size=wire.train_world_size,
         rollout_world_size=wire.rollout_world_size,
-        bucket_bytes=wire.bucket_bytes,
-        buckets=wire.buckets,
+        buffer_bytes=wire.bucket_bytes,
+        buffers=wire.buckets,
         memory_id=wire.memory_id,
     )
 

@@ -21,7 +21,7 @@ from rollsync.pure.refit import (
     RoutingTable,
     choose_engine,
 )
-from rollsync.pure.refit.routes import Sender
+from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
 from rollsync.shell.refit.engines.base import RoutingEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
@@ -36,7 +36,7 @@ from rollsync.shell.refit.engines.staged import (
     BUFFERS,
     DEFAULT_TIMEOUT_S,
     StagedEngine,
-    place_of,
+    index_of,
 )
 
 
@@ -138,10 +138,10 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         """One of the two ways reaches every host."""
 
     def _take_routes(
-        self, me: Sender, table: RoutingTable, workers: Sequence[Mapping[str, object]]
+        self, me: Worker, table: RoutingTable, workers: Sequence[Mapping[str, object]]
     ) -> None:
-        def host_of(worker: Sender) -> str:
-            return str(workers[place_of(worker, table.train_world_size)]["host"])
+        def host_of(worker: Worker) -> str:
+            return str(workers[index_of(worker, table.train_world_size)]["host"])
 
         def chosen(routes: Iterable[Route]) -> tuple[EngineChoice, ...]:
             return tuple(
@@ -168,7 +168,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
 
     def _entrance(self) -> Listener | None:
         # Without routes there is nobody to come in.
-        is_local = bool(self._choices) and self._carrier_to(self._me.sender.rank) == "shm"
+        is_local = bool(self._choices) and self._carrier_to(self._me.worker.rank) == "shm"
         return self._on_host if is_local else self._listener
 
     def _endpoint(self, metadata: Mapping[str, object], rank: int) -> Mapping[str, object]:
@@ -208,11 +208,11 @@ class SharedRegisteredBuffers:
     def __init__(self, shared: SharedBuffers, agent: NixlAgent) -> None:
         self._shared = shared
         try:
-            self._registered = RegisteredBuffers(agent, shared.region)
+            self._registered = RegisteredBuffers(agent, shared.buffers)
         except BaseException:
             shared.release()
             raise
-        self.region = shared.region
+        self.buffers = shared.buffers
         self.memory_id = shared.memory_id
 
     async def hand_over(self, channel: ControlChannel) -> None:
@@ -233,4 +233,4 @@ class SharedRegisteredBuffers:
         """Deregister, then free."""
         self._registered.release()
         self._shared.release()
-        self.region = self._shared.region
+        self.buffers = self._shared.buffers

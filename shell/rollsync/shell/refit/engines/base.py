@@ -33,17 +33,20 @@ class CheckpointEngine(ABC):
     """
 
     shard_expert_weights: ClassVar[bool] = False
-    """Whether a rollout worker receives only the experts that it owns."""
+    """Whether a rollout worker receives only the experts that it owns. Of the plug-in contract:
+    NeMo-RL asks for it, and nothing here does, which goes by `set_target_weight_layout`."""
 
     @abstractmethod
     def __init__(self, bucket_size: int, **engine_kwargs: object) -> None: ...
 
     @abstractmethod
     def prepare(self) -> dict[str, object]:
-        """Reserve buffers; the metadata by which other workers reach this one."""
+        """Get ready to be reached; the metadata by which other workers do so. What streams need
+        may be reserved here, or in the process group, where it is known what this worker does."""
 
     def get_target_weight_layout(self) -> object:
-        """What part of each tensor a rollout worker keeps; None: all of every tensor."""
+        """What part of each tensor a rollout worker keeps; None: all of every tensor. Of the
+        plug-in contract: NeMo-RL asks for it, and nothing here does."""
         return None
 
     @abstractmethod
@@ -84,7 +87,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def finalize(self) -> None:
-        """Give back everything that `prepare` reserved."""
+        """Give back everything that was reserved since `prepare`."""
 
 
 class DeclaringEngine(CheckpointEngine):

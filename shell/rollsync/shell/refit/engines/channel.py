@@ -69,18 +69,18 @@ class ControlChannel:
     Args:
         connection: a connected, non-blocking stream socket.
         side: which end this is.
-        rank: this worker in words, for errors.
+        worker: this worker in words, for errors.
         peer: the other worker in words, for errors.
         timeout_s: how long one wait may take.
     """
 
     def __init__(
-        self, connection: socket.socket, *, side: Side, rank: str, peer: str, timeout_s: float
+        self, connection: socket.socket, *, side: Side, worker: str, peer: str, timeout_s: float
     ) -> None:
         self.connection = connection
         self.peer = peer
         self._side = side
-        self.rank = rank
+        self.worker = worker
         self.timeout_s = timeout_s
         self._key = b""
         self._sent = 0
@@ -94,12 +94,28 @@ class ControlChannel:
         self._deadline: asyncio.Timeout | None = None
         self._interruption: Exception | None = None
         self._ready: asyncio.Future[None] | None = None
-        self.looks = True
-        """Whether an answer is looked for before it is waited for."""
-        self.while_looking: Callable[[], object] = os.sched_yield
-        """What is done between two looks for an answer."""
-        self.stage = "connected"
-        self.tensor = ""
+        self._between_looks: Callable[[], object] | None = os.sched_yield
+        self._stage = "connected"
+        self._tensor = ""
+
+    @property
+    def stage(self) -> str:
+        """What this end does now."""
+        return self._stage
+
+    @property
+    def tensor(self) -> str:
+        """The tensor that it is at; empty when at none."""
+        return self._tensor
+
+    def enter(self, stage: str, tensor: str = "") -> None:
+        """What this end does from here on, for errors."""
+        self._stage, self._tensor = stage, tensor
+
+    def look(self, between: Callable[[], object] | None) -> None:
+        """What is done from here on between two looks for an answer; None: an answer is not looked
+        for, but waited for at once."""
+        self._between_looks = between
 
     def authenticate(self, secret: bytes, *nonces: bytes) -> None:
         """From here on frames carry codes of this stream, and may be long."""
@@ -145,7 +161,7 @@ class ControlChannel:
             raise self.lost() from error
         return message
 
-    async def part(self, failed: Failed) -> None:
+    async def bid_farewell(self, failed: Failed) -> None:
         """Tell the other end of a failure, as far as it listens, and end the connection.
 
         Closing a socket that has something unread takes back what was sent last, so the rest is
@@ -235,7 +251,7 @@ class ControlChannel:
             raise self.refused(describe(decoded.failure()))
         body = decoded.unwrap().body
         if isinstance(body, Failed):
-            raise PeerFailed.heard(body, rank=self.rank, stage=self.stage)
+            raise PeerFailed.heard(body, worker=self.worker, stage=self.stage)
         return body, message
 
     def unexpected(self, body: ControlBody) -> PeerRefused:
@@ -279,7 +295,8 @@ class ControlChannel:
 
     def _look(self) -> tuple[bytes, bytes] | None:
         """The next frame, if it comes soon. A stranger is not worth the event loop's time."""
-        if not self._key or not self.looks:
+        between = self._between_looks
+        if not self._key or between is None:
             return None
         end = time.monotonic() + _SPIN_S
         while True:
@@ -287,7 +304,7 @@ class ControlChannel:
                 return frame
             if time.monotonic() > end:
                 return None
-            self.while_looking()
+            between()
 
     async def _waited_for(self) -> tuple[bytes, bytes]:
         try:
@@ -383,7 +400,9 @@ class ControlChannel:
 
     def error(self, kind: type[_Error], message: str, *, remedy: str) -> _Error:
         """An error at what this end is doing."""
-        return kind(message, rank=self.rank, stage=self.stage, tensor=self.tensor, remedy=remedy)
+        return kind(
+            message, worker=self.worker, stage=self.stage, tensor=self.tensor, remedy=remedy
+        )
 
 
 def _drain(connection: socket.socket) -> None:

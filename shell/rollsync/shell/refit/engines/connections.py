@@ -24,7 +24,7 @@ from rollsync.pure.refit.control import (
     Welcome,
 )
 from rollsync.pure.refit.ring import Ring
-from rollsync.pure.refit.routes import Sender
+from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import connect
 from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused
@@ -43,9 +43,9 @@ class Receiver(Struct, frozen=True, kw_only=True):
 
 
 class Introduction(Struct, frozen=True, kw_only=True):
-    """Who a sender is, and how many workers it counts."""
+    """Who a worker is, and how many it counts."""
 
-    sender: Sender
+    worker: Worker
     train_world_size: int
     rollout_world_size: int
 
@@ -81,12 +81,12 @@ class Connections:
     def __init__(self, memory: SenderMemory, me: Introduction) -> None:
         self._memory = memory
         self._me = me
-        self._by_place: dict[int, ControlChannel] = {}
+        self._by_index: dict[int, ControlChannel] = {}
 
     @property
     def channels(self) -> list[ControlChannel]:
         """To those that are connected, in the order in which they were given."""
-        return [channel for _, channel in sorted(self._by_place.items())]
+        return [channel for _, channel in sorted(self._by_index.items())]
 
     async def open(self, receivers: Sequence[Receiver]) -> None:
         """Connect to all.
@@ -96,7 +96,7 @@ class Connections:
             TransferError: one could not be agreed with; likewise.
         """
         connected = await asyncio.gather(
-            *(self._connect(place, each) for place, each in enumerate(receivers)),
+            *(self._connect(index, each) for index, each in enumerate(receivers)),
             return_exceptions=True,
         )
         for each in connected:
@@ -105,40 +105,40 @@ class Connections:
 
     def enter(self, stage: str, tensor: str = "") -> None:
         """What this sender does now, for errors."""
-        for channel in self._by_place.values():
-            channel.stage, channel.tensor = stage, tensor
+        for channel in self._by_index.values():
+            channel.enter(stage, tensor)
 
     async def tell(self, failed: Failed) -> None:
         """Tell all of a failure, and end the connections."""
         for channel in self.channels:
-            await channel.part(failed)
+            await channel.bid_farewell(failed)
 
     def close(self) -> None:
         """End the connections."""
-        for channel in self._by_place.values():
+        for channel in self._by_index.values():
             channel.close()
 
-    async def _connect(self, place: int, receiver: Receiver) -> None:
-        me, peer = str(self._me.sender), str(RolloutWorker(receiver.rank))
+    async def _connect(self, index: int, receiver: Receiver) -> None:
+        me, peer = str(self._me.worker), str(RolloutWorker(receiver.rank))
         try:
             async with asyncio.timeout(receiver.timeout_s):
                 connection = await connect(receiver.address)
         except OSError as error:
             raise PeerLost(
                 f"{peer} does not listen any more: {error.strerror or error}",
-                rank=me,
+                worker=me,
                 stage="connected",
                 remedy="see that worker's log for why it ended",
             ) from error
         channel = ControlChannel(
-            connection, side="sender", rank=me, peer=peer, timeout_s=receiver.timeout_s
+            connection, side="sender", worker=me, peer=peer, timeout_s=receiver.timeout_s
         )
         try:
             await self._greet(channel, receiver)
         except BaseException:
             channel.close()
             raise
-        self._by_place[place] = channel
+        self._by_index[index] = channel
 
     async def _greet(self, channel: ControlChannel, receiver: Receiver) -> None:
         challenge, _ = await channel.receive()
@@ -150,13 +150,13 @@ class Connections:
             Hello(
                 nonce=nonce,
                 proof=proof(receiver.secret, "sender", *nonces),
-                sender_rank=self._me.sender.rank,
-                relays=isinstance(self._me.sender, RolloutWorker),
+                sender_rank=self._me.worker.rank,
+                relays=isinstance(self._me.worker, RolloutWorker),
                 rollout_rank=receiver.rank,
                 train_world_size=self._me.train_world_size,
                 rollout_world_size=self._me.rollout_world_size,
-                bucket_bytes=self._memory.region.buffer_bytes,
-                buckets=self._memory.region.count,
+                buffer_bytes=self._memory.buffers.buffer_bytes,
+                buffers=self._memory.buffers.count,
                 memory_id=self._memory.memory_id,
             )
         )
@@ -166,11 +166,11 @@ class Connections:
         if not hmac.compare_digest(welcome.proof, proof(receiver.secret, "receiver", *nonces)):
             raise PeerRefused(
                 f"{channel.peer} does not know the run's secret",
-                rank=channel.rank,
+                worker=channel.worker,
                 stage="connected",
                 remedy="make sure that no other program listens in this run's name",
             )
         channel.authenticate(receiver.secret, *nonces)
-        channel.while_looking = self._memory.progress
+        channel.look(self._memory.progress)
         if welcome.needs_memory:
             await self._memory.hand_over(channel)

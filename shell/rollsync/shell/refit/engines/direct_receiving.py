@@ -30,6 +30,7 @@ from rollsync.shell.refit.engines.direct import Destinations, DirectMemory, Remo
 from rollsync.shell.refit.engines.direct_reads import Read, ReadBatch, UnfinishedRead, batches
 from rollsync.shell.refit.engines.errors import PeerRefused
 
+STAGE: Final = "read tensors directly"
 READS_AHEAD: Final = 2
 """How many batches are being read at a time, where they do not come at once."""
 
@@ -64,7 +65,7 @@ class DirectReader:
 
     async def open(self, channel: ControlChannel) -> None:
         """Try to read the sender's memory, and say what will be read of it."""
-        channel.stage, channel.tensor = "agreed on what is read directly", ""
+        channel.enter("agreed on what is read directly")
         wanted, way = self.destinations, self.memory.way(channel)
         if wanted is not None:
             for parameter in wanted.parameters.values():
@@ -119,12 +120,12 @@ class DirectReader:
         destinations, remote = self.destinations, self._remote
         if destinations is None or remote is None or offered.offer != self._offers:
             raise channel.unexpected(offered)
-        channel.stage = "read tensors directly"
+        channel.enter(STAGE)
         remote.look_at(channel, offered)
         reads: list[Read] = []
         found: list[_Found] = []
         for tensor in offered.tensors:
-            channel.tensor = tensor.name
+            channel.enter(STAGE, tensor.name)
             checksum = self._check(channel, destinations, tensor, offered.tensors[-1])
             if checksum is not None:
                 found.append(_Found(tensor.name, checksum, tensor.checksum))
@@ -210,7 +211,7 @@ def _compare(channel: ControlChannel, each: _Found) -> None:
         raise PeerRefused(
             f"tensor {each.tensor!r} of {channel.peer} has checksum {found} where it was"
             f" read, sent as {each.sent}",
-            rank=channel.rank,
+            worker=channel.worker,
             stage=channel.stage,
             tensor=each.tensor,
             remedy="yield weights that stay as they are until the stream ends; if they do,"

@@ -105,7 +105,7 @@ class DirectSender:
         """Agree with every receiver on what it reads."""
         await self._ways.enlarge_pages(min(channel.timeout_s for channel in channels))
         for channel in channels:
-            channel.stage, channel.tensor = "agreed on what is read directly", ""
+            channel.enter("agreed on what is read directly")
             way = self._ways.way(channel)
             if way is None:
                 raise channel.refused("a connection that memory cannot be read over")
@@ -218,7 +218,7 @@ class DirectSender:
             await self._await_taken()
         items, self._waiting = self._waiting, []
         for line in self._lines:
-            line.channel.stage, line.channel.tensor = "offered tensors", items[0].name
+            line.channel.enter("offered tensors", items[0].name)
             await line.channel.send(self._offer_for(line, items))
         self._offers += 1
         self._offered.append(items)
@@ -247,7 +247,7 @@ class DirectSender:
         """Wait until every receiver has taken the oldest offer."""
         oldest = self._offers - len(self._offered)
         for line in self._lines:
-            line.channel.stage, line.channel.tensor = "waited for tensors to be read", ""
+            line.channel.enter("waited for tensors to be read")
             while line.taken <= oldest:
                 body = await line.channel.receive_aside()
                 if not isinstance(body, TensorsTaken) or body.offer != line.taken:

@@ -11,17 +11,17 @@ class TransferError(RefitError):
     """A stream of weights did not reach its end.
 
     Args:
-        rank: the worker that noticed, `policy 0` or `rollout 3`.
+        worker: who noticed, `policy 0` or `rollout 3`.
         stage: what it was doing.
         tensor: the tensor it was at; empty when at none.
     """
 
     def __init__(
-        self, message: str, *, rank: str, stage: str, tensor: str = "", remedy: str = ""
+        self, message: str, *, worker: str, stage: str, tensor: str = "", remedy: str = ""
     ) -> None:
         at = f", tensor {tensor}" if tensor else ""
-        super().__init__(f"{rank}, while it {stage}{at}: {message}", remedy=remedy)
-        self.rank = rank
+        super().__init__(f"{worker}, while it {stage}{at}: {message}", remedy=remedy)
+        self.worker = worker
         self.stage = stage
         self.tensor = tensor
 
@@ -44,12 +44,12 @@ class PeerFailed(TransferError):
     """What it said, which may be of a worker behind it; None where it was not said in a message."""
 
     @classmethod
-    def heard(cls, failed: Failed, *, rank: str, stage: str) -> PeerFailed:
+    def heard(cls, failed: Failed, *, worker: str, stage: str) -> PeerFailed:
         """The error of a worker that is told of a failure."""
         at = f", at tensor {failed.tensor}" if failed.tensor else ""
         error = cls(
             f"{failed.worker} failed while it {failed.stage}{at}: {failed.message}",
-            rank=rank,
+            worker=worker,
             stage=stage,
             tensor=failed.tensor,
         )
@@ -90,4 +90,4 @@ def let_down_by(peer: str, error: TransferError) -> TransferError:
         tensor=error.tensor,
         message=f"{type(error).__name__}: {error}",
     )
-    return PeerFailed.heard(failed, rank=error.rank, stage=error.stage)
+    return PeerFailed.heard(failed, worker=error.worker, stage=error.stage)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rollsync.pure.refit import PolicyWorker, RolloutWorker
 from rollsync.pure.refit.control import Challenge, Failed, Hello, Welcome
-from rollsync.pure.refit.routes import Sender as SendingWorker
+from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
 from rollsync.shell.refit.engines.errors import PeerLost, TransferError, TransferTimeout
@@ -34,7 +34,7 @@ _MOST_STRANGERS = 64
 class Place:
     """Who this receiver is and whom it expects, to check the sender's greeting against."""
 
-    sender: SendingWorker
+    sender: Worker
     rollout_rank: int
     train_world_size: int
     rollout_world_size: int
@@ -67,13 +67,13 @@ class Place:
             )
 
 
-def sending_worker(hello: Hello) -> SendingWorker:
+def sending_worker(hello: Hello) -> Worker:
     """Who greets."""
     return (RolloutWorker if hello.relays else PolicyWorker)(hello.sender_rank)
 
 
 @dataclass(frozen=True)
-class Sender:
+class AdmittedSender:
     """The admitted sender: its connection, and its buffers."""
 
     channel: ControlChannel
@@ -104,9 +104,9 @@ class Greeting:
         self._medium = medium
         self._place = place
         self._timeout_s = timeout_s
-        self._greeted: list[asyncio.Task[Sender | None]] = []
+        self._greeted: list[asyncio.Task[AdmittedSender | None]] = []
 
-    async def sender(self) -> Sender:
+    async def sender(self) -> AdmittedSender:
         """The first connection that proves itself.
 
         Raises:
@@ -122,7 +122,7 @@ class Greeting:
                 raise
             late = TransferTimeout(
                 f"{self._place.sender} did not come for {self._timeout_s:g} s",
-                rank=self._place.name,
+                worker=self._place.name,
                 stage="waited for the sender",
                 remedy="see the log of that worker; raise refit_timeout_s if it is only slow",
             )
@@ -133,7 +133,7 @@ class Greeting:
                 task.cancel()
             await asyncio.gather(*self._greeted, return_exceptions=True)
 
-    async def _first_admitted(self) -> Sender:
+    async def _first_admitted(self) -> AdmittedSender:
         loop = asyncio.get_running_loop()
         accepting = loop.create_task(self._listener.accept())
         dying = loop.create_task(self._feeder.ended())
@@ -151,7 +151,7 @@ class Greeting:
                     dying.result()
                     raise PeerLost(
                         f"{self._place.sender}, which sends to it, is gone",
-                        rank=self._place.name,
+                        worker=self._place.name,
                         stage="waited for the sender",
                         remedy="see that worker's log for why it ended",
                     )
@@ -168,9 +168,9 @@ class Greeting:
             with contextlib.suppress(asyncio.CancelledError):
                 (await accepting).close()
 
-    async def _admit(self, connection: socket.socket) -> Sender | None:
+    async def _admit(self, connection: socket.socket) -> AdmittedSender | None:
         """Greet one connection; None if it is not of this run's sender, or is dead already."""
-        admitted: Sender | None = None
+        admitted: AdmittedSender | None = None
         try:
             admitted = await self._proved(connection)
         finally:
@@ -178,7 +178,7 @@ class Greeting:
                 connection.close()
         return admitted
 
-    async def _proved(self, connection: socket.socket) -> Sender | None:
+    async def _proved(self, connection: socket.socket) -> AdmittedSender | None:
         limit_s = min(self._timeout_s, GREETING_TIMEOUT_S)
         channel = self._channel(connection, "a stranger", limit_s)
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -205,9 +205,9 @@ class Greeting:
         greeted = self._channel(connection, str(sending_worker(hello)), self._timeout_s)
         greeted.authenticate(secret, nonce, hello.nonce)
         greeted.continue_from(channel)
-        return Sender(greeted, await self._medium.take_over(greeted, hello))
+        return AdmittedSender(greeted, await self._medium.take_over(greeted, hello))
 
     def _channel(self, connection: socket.socket, peer: str, timeout_s: float) -> ControlChannel:
         return ControlChannel(
-            connection, side="receiver", rank=self._place.name, peer=peer, timeout_s=timeout_s
+            connection, side="receiver", worker=self._place.name, peer=peer, timeout_s=timeout_s
         )

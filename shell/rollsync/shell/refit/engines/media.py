@@ -12,7 +12,7 @@ import torch
 
 from rollsync.pure.refit.control import Hello
 from rollsync.shell.refit.engines.channel import ControlChannel
-from rollsync.shell.refit.engines.rings import Assembly, Region
+from rollsync.shell.refit.engines.rings import Assembly, Buffers
 
 
 class SenderMemory(Protocol):
@@ -20,7 +20,7 @@ class SenderMemory(Protocol):
 
     memory_id: str
     """Names these buffers among all that there ever are."""
-    region: Region
+    buffers: Buffers
 
     async def hand_over(self, channel: ControlChannel) -> None:
         """Enable the other end to read the buffers, once per receiver."""
@@ -38,7 +38,7 @@ class SenderMemory(Protocol):
 class ReceiverMemory(Protocol):
     """A sender's buffers, as a receiver reads them."""
 
-    region: Region
+    buffers: Buffers
     """Where a receiver finds what it has read: the sender's own buffers, or buffers like them."""
 
     def start(

@@ -19,7 +19,7 @@ from rollsync.pure.refit.control import Hello
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused
 from rollsync.shell.refit.engines.mapping import map_file, reserve_file
-from rollsync.shell.refit.engines.rings import Assembly, Region
+from rollsync.shell.refit.engines.rings import Assembly, Buffers
 from rollsync.shell.refit.errors import RefitConfigurationError, RefitError
 
 HAND_OVER_TIMEOUT_S = 5.0
@@ -57,7 +57,7 @@ class SharedBuffers:
         self.memory_id = memory_id
         self._file_descriptor = file_descriptor
         try:
-            self.region = Region(
+            self.buffers = Buffers(
                 map_file(file_descriptor, count * buffer_bytes), buffer_bytes, count
             )
         except BaseException:
@@ -101,7 +101,7 @@ class SharedBuffers:
         if self._file_descriptor >= 0:
             os.close(self._file_descriptor)
             self._file_descriptor = -1
-        self.region = Region.none()
+        self.buffers = Buffers.none()
 
 
 class SharedMedium:
@@ -125,18 +125,18 @@ class SharedMedium:
         self._unmap()
         descriptors = await _descriptors(channel)
         sizes = [os.fstat(each).st_size for each in descriptors]
-        if len(sizes) != 1 or sizes[0] < hello.buckets * hello.bucket_bytes:
+        if len(sizes) != 1 or sizes[0] < hello.buffers * hello.buffer_bytes:
             for each in descriptors:
                 os.close(each)
             raise PeerRefused(
-                f"{channel.peer} announced {hello.buckets} buffers of"
-                f" {hello.bucket_bytes} bytes and handed over {sizes}",
-                rank=channel.rank,
+                f"{channel.peer} announced {hello.buffers} buffers of"
+                f" {hello.buffer_bytes} bytes and handed over {sizes}",
+                worker=channel.worker,
                 stage="connected",
                 remedy="make sure that both ends run one version of rollsync",
             )
         self._mapped = SharedBuffers(
-            descriptors[0], hello.buckets, hello.bucket_bytes, hello.memory_id
+            descriptors[0], hello.buffers, hello.buffer_bytes, hello.memory_id
         )
         return self._mapped
 
@@ -166,7 +166,7 @@ async def _descriptors(channel: ControlChannel) -> list[int]:
         # A deadline that has passed is one of these too.
         raise PeerLost(
             f"{channel.peer} did not hand its buffers over",
-            rank=channel.rank,
+            worker=channel.worker,
             stage="connected",
             remedy="see that worker's log for why it ended",
         ) from error

@@ -13,14 +13,18 @@ from typing import ClassVar
 import torch
 
 from rollsync.pure.refit import EngineChoice, PolicyWorker, RoutingTable
-from rollsync.pure.refit.routes import Sender
+from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
 from rollsync.shell.refit.engines.base import RoutingEngine
 from rollsync.shell.refit.engines.direct import DirectMemory, DirectWay
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
 from rollsync.shell.refit.engines.nixl_direct import nixl_way
-from rollsync.shell.refit.engines.nixl_memory import NixlMedium, RegisteredBuffers, reserve_region
+from rollsync.shell.refit.engines.nixl_memory import (
+    NixlMedium,
+    RegisteredBuffers,
+    reserve_transfer_buffers,
+)
 from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
 
 
@@ -57,13 +61,13 @@ class NixlEnd:
         """New buffers for a receiver, and what reads into them."""
         return self.medium_of(self._buffers(buffer_bytes, own=False), timeout_s)
 
-    def medium_of(self, buffers: SenderMemory, timeout_s: float) -> NixlMedium:
+    def medium_of(self, own: SenderMemory, timeout_s: float) -> NixlMedium:
         """What reads into a receiver's buffers, which are registered with the agent."""
-        return NixlMedium(self.agent(), buffers, timeout_s)
+        return NixlMedium(self.agent(), own, timeout_s)
 
     def _buffers(self, buffer_bytes: int, *, own: bool) -> RegisteredBuffers:
-        region = reserve_region(BUFFERS, buffer_bytes, self._device, own=own)
-        return RegisteredBuffers(self.agent(), region)
+        buffers = reserve_transfer_buffers(BUFFERS, buffer_bytes, self._device, own=own)
+        return RegisteredBuffers(self.agent(), buffers)
 
     def direct(self, timeout_s: float) -> DirectWay:
         """The way past the buffers."""
@@ -154,7 +158,7 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
         """NIXL reaches every host."""
 
     def _take_routes(
-        self, me: Sender, table: RoutingTable, workers: Sequence[Mapping[str, object]]
+        self, me: Worker, table: RoutingTable, workers: Sequence[Mapping[str, object]]
     ) -> None:
         starts_here = table.has_relays and isinstance(me, PolicyWorker)
         self._choices = tuple(

@@ -273,7 +273,7 @@ class OtherRegisteredMemory:
         except NixlError as error:
             logger.warning(
                 "%s: the memory of %s cannot be read (%s): its tensors come through buckets",
-                channel.rank,
+                channel.worker,
                 channel.peer,
                 error,
             )

@@ -32,7 +32,7 @@ from rollsync.shell.refit.engines.nixl_agent import (
     RegistrationError,
     memory_of,
 )
-from rollsync.shell.refit.engines.rings import Assembly, Region
+from rollsync.shell.refit.engines.rings import Assembly, Buffers
 
 if TYPE_CHECKING:
     from nixl_cu12._api import Registered
@@ -49,27 +49,27 @@ class RegisteredBuffers:
 
     Args:
         agent: where to.
-        region: the buffers; this object forgets them when it is released.
+        buffers: what is registered; this object forgets them when it is released.
     """
 
-    def __init__(self, agent: NixlAgent, region: Region) -> None:
-        self.region = region
+    def __init__(self, agent: NixlAgent, buffers: Buffers) -> None:
+        self.buffers = buffers
         self.memory_id = secrets.token_hex(16)
         self._agent = agent
         self._registered: Sequence[Registered] = agent.register(
-            [self.region.memory[: self.region.size]]
+            [self.buffers.memory[: self.buffers.size]]
         )
 
     async def hand_over(self, channel: ControlChannel) -> None:
         """Tell a receiver where the buffers are."""
-        kind, device = memory_of(self.region.memory)
-        first = self.region.memory.data_ptr()
+        kind, device = memory_of(self.buffers.memory)
+        first = self.buffers.memory.data_ptr()
         await channel.send(
             MemoryOffered(
                 agent=self._agent.metadata,
                 memory=kind,
                 device=device,
-                addresses=_addresses(first, self.region.count, self.region.buffer_bytes),
+                addresses=_addresses(first, self.buffers.count, self.buffers.buffer_bytes),
             )
         )
 
@@ -89,10 +89,12 @@ class RegisteredBuffers:
         """Deregister and free."""
         self._agent.deregister(self._registered)
         self._registered = ()
-        self.region = Region.none()
+        self.buffers = Buffers.none()
 
 
-def reserve_region(count: int, buffer_bytes: int, device: torch.device, *, own: bool) -> Region:
+def reserve_transfer_buffers(
+    count: int, buffer_bytes: int, device: torch.device, *, own: bool
+) -> Buffers:
     """New buffers to register.
 
     On the host, a sender's are in large pages, as a reader of the same host has the kernel look up
@@ -104,7 +106,7 @@ def reserve_region(count: int, buffer_bytes: int, device: torch.device, *, own: 
         device: the torch device that has them.
         own: whether another worker reads them, and not this one into them.
     """
-    return Region(_reserve(count, buffer_bytes, device, own=own), buffer_bytes, count)
+    return Buffers(_reserve(count, buffer_bytes, device, own=own), buffer_bytes, count)
 
 
 def _reserve(count: int, buffer_bytes: int, device: torch.device, *, own: bool) -> torch.Tensor:
@@ -165,14 +167,14 @@ class NixlMedium:
 
     Args:
         agent: this worker's agent.
-        buffers: this worker's, registered with that agent; this object releases them.
+        own: this worker's buffers, registered with that agent; this object releases them.
         timeout_s: how long one read may take.
     """
 
-    def __init__(self, agent: NixlAgent, buffers: SenderMemory, timeout_s: float) -> None:
-        self.region = buffers.region
+    def __init__(self, agent: NixlAgent, own: SenderMemory, timeout_s: float) -> None:
+        self.buffers = own.buffers
         self.assembly: Assembly = RegisteredAssembly(agent)
-        self.own: SenderMemory = buffers
+        self.own: SenderMemory = own
         self._agent = agent
         self._timeout_s = timeout_s
         self._sender: _Sender | None = None
@@ -194,13 +196,13 @@ class NixlMedium:
         offered, _ = await channel.receive()
         if not isinstance(offered, MemoryOffered):
             raise channel.unexpected(offered)
-        own = self.region
+        own = self.buffers
         first = next(iter(offered.addresses), 0)
         if offered.addresses != _addresses(first, own.count, own.buffer_bytes):
             raise PeerRefused(
                 f"{channel.peer} has {len(offered.addresses)} buffers of"
-                f" {hello.bucket_bytes} bytes, here there are {own.count} of {own.buffer_bytes}",
-                rank=channel.rank,
+                f" {hello.buffer_bytes} bytes, here there are {own.count} of {own.buffer_bytes}",
+                worker=channel.worker,
                 stage="connected",
                 remedy="create both sides' engines with one bucket size",
             )
@@ -224,7 +226,7 @@ class NixlMedium:
         offered = sender.offered
         source = (offered.addresses[0] + first_byte, offered.device, offered.memory)
         if target is None:
-            target = self.region.memory[first_byte : first_byte + size]
+            target = self.buffers.memory[first_byte : first_byte + size]
         with as_loss(channel):
             read = self._agent.read(sender.agent, source, target)
             # What is noted is ended, whatever becomes of it.
@@ -254,7 +256,7 @@ class NixlMedium:
         self._end_reads()
         self._forget_sender()
         self.own.release()
-        self.region = self.own.region
+        self.buffers = self.own.buffers
         self.assembly.release()
 
     def _end_reads(self) -> None:

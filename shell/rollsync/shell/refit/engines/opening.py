@@ -32,19 +32,17 @@ from rollsync.shell.refit.errors import WeightMismatch
 STAGE = "compared the declarations"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Expectation:
-    """What a receiver knows and wants of its streams.
+    """What one end, a sender or a receiver, knows of its streams beforehand.
 
     Attributes:
-        declaration: None takes what comes.
-        layout: the parts that this rank keeps; None keeps all of every tensor.
-        comes_in_parts: whether the stream that has begun carries these parts.
+        declaration: what they hold; None: whatever comes.
+        layout: the parts that this rank keeps; None: all of every tensor, and at a sender.
     """
 
     declaration: Declaration | None = None
     layout: Layout | None = None
-    comes_in_parts: bool = False
 
 
 async def offer_plan(
@@ -56,7 +54,7 @@ async def offer_plan(
         PeerFailed: the receiver has another declaration; the error says where they differ.
         RefitConfigurationError: the receiver keeps what is not declared.
     """
-    channel.stage = STAGE
+    channel.enter(STAGE)
     await channel.send(PlanOffered(digest=None if declaration is None else declaration.digest))
     answer, _ = await channel.receive()
     if not isinstance(answer, PlanAnswered):
@@ -89,7 +87,7 @@ async def answer_plan(
         WeightMismatch: the sender has another declaration.
         PeerFailed: one of those it relays to has another one than the sender.
     """
-    channel.stage = STAGE
+    channel.enter(STAGE)
     offered, _ = await channel.receive()
     if not isinstance(offered, PlanOffered):
         raise channel.unexpected(offered)
@@ -112,7 +110,6 @@ async def answer_plan(
         body, _ = await channel.receive()
     if not isinstance(body, StreamBegins) or body.layout not in (answer.layout, None):
         raise channel.unexpected(body)
-    expectation.comes_in_parts = body.layout is not None
     return body
 
 
@@ -129,6 +126,6 @@ async def _explain_difference(channel: ControlChannel, declaration: Declaration)
         raise channel.unexpected(body)
     tensor = difference.tensor if isinstance(difference, TensorsDiffer) else ""
     raise WeightMismatch(
-        f"{channel.peer} and {channel.rank} declare different weights: {describe(difference)}",
+        f"{channel.peer} and {channel.worker} declare different weights: {describe(difference)}",
         tensor=tensor,
     )

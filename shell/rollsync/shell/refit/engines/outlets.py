@@ -53,11 +53,11 @@ class _Packed(NamedTuple):
 
 
 class Outlet:
-    """Packs one stream and announces its buckets.
+    """Packs one stream and announces its buckets, part by part.
 
     Args:
-        memory: the sender's buffers, of which this stream has a region.
-        share: that region, and which layout this is.
+        memory: the sender's buffers, of which this stream has a share.
+        share: that one, and which layout this is.
         channels: the receivers of that layout.
         parts: what they keep, by the name of a declared tensor; None: all of every tensor.
         checksum: whether buckets carry one.
@@ -75,7 +75,7 @@ class Outlet:
         self._share = share
         self._channels = channels
         self._parts = parts
-        self._ring = StreamRing(memory.region, share.first_byte, share.bucket_bytes)
+        self._ring = StreamRing(memory.buffers, share.first_byte, share.bucket_bytes)
         self._packer = StreamPacker(share.bucket_bytes)
         self._released = [0] * len(channels)
         self._digest = xxhash.xxh3_128()
@@ -136,7 +136,7 @@ class Outlet:
             digest=self._digest.hexdigest(),
         )
         for channel in self._channels:
-            channel.stage, channel.tensor = "waited for the stream's acceptance", ""
+            channel.enter("waited for the stream's acceptance")
             await channel.send(ended)
 
     async def await_acceptance(self) -> None:
@@ -147,13 +147,13 @@ class Outlet:
                 raise channel.unexpected(body)
 
     async def _pack(self, name: str, tensor: torch.Tensor) -> None:
-        for part in self._packer.parts(name, tensor):
-            piece = part.piece
-            if part.bucket != self._bucket:
+        for chunk in self._packer.chunks(name, tensor):
+            piece = chunk.piece
+            if chunk.bucket != self._bucket:
                 await self._announce()
-                self._begin_bucket(part.bucket)
-            start = part.bucket * self._share.bucket_bytes + piece.offset
-            copy = part.copy_to(self._ring)
+                self._begin_bucket(chunk.bucket)
+            start = chunk.bucket * self._share.bucket_bytes + piece.offset
+            copy = chunk.copy_to(self._ring)
             begin = 0
             for end in copy.ends:
                 if (
@@ -252,4 +252,4 @@ class Outlet:
 
     def _enter(self, stage: str, tensor: str = "") -> None:
         for channel in self._channels:
-            channel.stage, channel.tensor = stage, tensor
+            channel.enter(stage, tensor)

@@ -72,7 +72,7 @@ class WholeCopy:
             self._target.copy_(self._source)
 
 
-class Part(NamedTuple):
+class PlacedChunk(NamedTuple):
     """One chunk of one tensor, to be copied to its place."""
 
     bucket: int
@@ -109,7 +109,7 @@ class StreamPacker:
         self.tensors = 0
         self.payload_bytes = 0
 
-    def parts(self, name: str, tensor: torch.Tensor) -> Iterator[Part]:
+    def chunks(self, name: str, tensor: torch.Tensor) -> Iterator[PlacedChunk]:
         """The chunks of the next tensor, in order.
 
         Raises:
@@ -135,7 +135,7 @@ class StreamPacker:
                 chunk_offset=chunk.chunk_offset,
                 chunk_bytes=chunk.chunk_bytes,
             )
-            yield Part(chunk.bucket, piece, tensor)
+            yield PlacedChunk(chunk.bucket, piece, tensor)
 
     def also_named(self, alias: str, tensor: str) -> Alias:
         """A further name of a tensor that was placed.

@@ -125,7 +125,7 @@ class OtherMemory:
         except OSError as error:
             logger.warning(
                 "%s: the memory of %s cannot be read (%s): its tensors come through buckets",
-                channel.rank,
+                channel.worker,
                 channel.peer,
                 error.strerror,
             )

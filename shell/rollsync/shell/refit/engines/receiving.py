@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Final
 
@@ -60,6 +60,7 @@ async def receive_stream(
     *,
     place: Place,
     expectation: Expectation,
+    on_begin: Callable[[StreamBegins], None],
     timeout_s: float,
     stop: ConsumerStop,
     direct: DirectReader | None,
@@ -72,7 +73,8 @@ async def receive_stream(
         feeder: tells when the sender has died before it connected.
         medium: how the sender's buffers are read.
         place: who this worker is.
-        expectation: what it knows and wants of the stream.
+        expectation: what it knows of the stream.
+        on_begin: told how the stream comes, before its first batch.
         timeout_s: how long one wait may take.
         stop: where the consumer's error is noted when it stops early.
         direct: reads what does not come in batches; None: everything does.
@@ -85,6 +87,7 @@ async def receive_stream(
         sender = await Greeting(listener, feeder, medium, place, timeout_s).sender()
         channel = ends.sender = sender.channel
         begins = await answer_plan(channel, expectation, relay)
+        on_begin(begins)
         if direct is not None:
             await direct.open(channel)
         arrivals = _Arrivals(channel, sender.memory, begins, medium.assembly, direct, relay)
@@ -113,12 +116,12 @@ class _Arrivals:
         self._direct = direct
         self._relay = relay
         if (
-            begins.first_byte + begins.bucket_bytes * memory.region.count > memory.region.size
+            begins.first_byte + begins.bucket_bytes * memory.buffers.count > memory.buffers.size
             or begins.first_byte % ALIGNMENT_BYTES
             or check_bucket_bytes(begins.bucket_bytes) is not None
         ):
             raise self._damaged(f"buckets of {begins.bucket_bytes} bytes from {begins.first_byte}")
-        self._ring = StreamRing(memory.region, begins.first_byte, begins.bucket_bytes)
+        self._ring = StreamRing(memory.buffers, begins.first_byte, begins.bucket_bytes)
         self._unpacker = StreamUnpacker(self._ring, assembly)
         self._digest = xxhash.xxh3_128()
         self._buckets = 0
@@ -280,7 +283,7 @@ class _Arrivals:
             )
 
     def _enter(self, stage: str, tensor: str = "") -> None:
-        self._channel.stage, self._channel.tensor = stage, tensor
+        self._channel.enter(stage, tensor)
 
     def _damaged(self, what: str) -> PeerRefused:
         return self._channel.error(
@@ -306,7 +309,7 @@ class _Ends:
     async def tell(self, failed: Failed) -> None:
         """Tell all that are connected, and end the connections."""
         if self.sender is not None:
-            await self.sender.part(failed)
+            await self.sender.bid_farewell(failed)
         if self.relay is not None:
             await self.relay.tell(failed)
 

@@ -124,13 +124,13 @@ class Relay:
             on_release: called when a receiver has released more.
         """
         loop = asyncio.get_running_loop()
-        sender.while_looking = self._memory.progress
-        for place, channel in enumerate(self._connections.channels):
+        sender.look(self._memory.progress)
+        for index, channel in enumerate(self._connections.channels):
             await channel.send(begins)
             # What is said between two ends while this one waits for a third is not waited for.
-            channel.looks = False
+            channel.look(None)
             channel.expect(False)
-            following = self._follow(sender, place, channel, ring, on_release)
+            following = self._follow(sender, index, channel, ring, on_release)
             self._followers.append(loop.create_task(following))
         self._connections.enter("waited for a bucket's release")
         self._tasks += self._followers
@@ -138,14 +138,14 @@ class Relay:
     async def _follow(
         self,
         sender: ControlChannel,
-        place: int,
+        index: int,
         channel: ControlChannel,
         ring: Ring,
         on_release: Callable[[], Awaitable[None]],
     ) -> None:
         """Take a receiver's releases until it accepts the stream."""
         try:
-            while await self._released_more(place, channel, ring):
+            while await self._released_more(index, channel, ring):
                 # A sender that is gone is noticed by whoever waits for it.
                 with contextlib.suppress(TransferError):
                     await on_release()
@@ -153,17 +153,17 @@ class Relay:
             sender.interrupt(error)
             raise
 
-    async def _released_more(self, place: int, channel: ControlChannel, ring: Ring) -> bool:
+    async def _released_more(self, index: int, channel: ControlChannel, ring: Ring) -> bool:
         """Take what a receiver says next; False when it has accepted the stream."""
         with _answering_for(channel):
             body, _ = await channel.receive()
-            before = self._released[place]
+            before = self._released[index]
             if isinstance(body, StreamAccepted) and self._ended and before == self._announced:
                 return False
             released = position_released(
                 channel, body, ring, before=before, announced=self._announced
             )
-        self._released[place] = released
+        self._released[index] = released
         channel.expect(self._ended or released < self._announced)
         return True
 

@@ -42,8 +42,8 @@ class TypedBuffer:
 
 
 @dataclass(frozen=True)
-class Region:
-    """Equal transfer buffers, one behind the other.
+class Buffers:
+    """The transfer buffers of a worker, equally large and one behind the other.
 
     Attributes:
         memory: `(count * buffer_bytes,)` uint8, or twice as long when it is mirrored: the second
@@ -57,8 +57,8 @@ class Region:
     count: int
 
     @classmethod
-    def none(cls) -> Region:
-        """That of buffers that were given back."""
+    def none(cls) -> Buffers:
+        """Those of a worker that has given them back."""
         return cls(torch.empty(0, dtype=torch.uint8), 0, 0)
 
     @property
@@ -68,22 +68,22 @@ class Region:
 
 
 class StreamRing:
-    """The buckets of one stream in its region of the buffers.
+    """The buckets of one stream in its share of the buffers.
 
     Args:
-        region: all of the buffers.
+        buffers: all of them.
         first_byte: where in them this stream's buckets begin.
         bucket_bytes: size of a bucket.
     """
 
-    def __init__(self, region: Region, first_byte: int, bucket_bytes: int) -> None:
-        own = region.count * bucket_bytes
-        mirrored = own == region.size < len(region.memory)
-        self.ring = Ring(bucket_bytes=bucket_bytes, buckets=region.count, mirrored=mirrored)
+    def __init__(self, buffers: Buffers, first_byte: int, bucket_bytes: int) -> None:
+        own = buffers.count * bucket_bytes
+        mirrored = own == buffers.size < len(buffers.memory)
+        self.ring = Ring(bucket_bytes=bucket_bytes, buckets=buffers.count, mirrored=mirrored)
         self.first_byte = first_byte
-        self.device = region.memory.device
-        end = len(region.memory) if mirrored else first_byte + own
-        memory = region.memory[first_byte:end]
+        self.device = buffers.memory.device
+        end = len(buffers.memory) if mirrored else first_byte + own
+        memory = buffers.memory[first_byte:end]
         self._typed = TypedBuffer(memory)
         self._host = _host_view(memory)
 

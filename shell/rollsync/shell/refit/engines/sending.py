@@ -30,7 +30,7 @@ class SendingStream:
     """Sends one stream.
 
     Args:
-        memory: this worker's buffers; bucket n lies in buffer `n % len(buffers)`.
+        memory: this worker's buffers, which the streams for different layouts share.
         me: who this worker is.
         checksum: whether buckets carry one.
         declaration: what the weights were declared as; None when they were not.
@@ -110,8 +110,8 @@ class SendingStream:
             await offer_plan(channel, self._declaration, receiver.rank)
             for channel, receiver in zip(channels, receivers, strict=True)
         ]
-        region = self._memory.region
-        shares = share_buffers(layouts, region.buffer_bytes, region.count)
+        buffers = self._memory.buffers
+        shares = share_buffers(layouts, buffers.buffer_bytes, buffers.count)
         if not is_successful(shares):
             raise RefitConfigurationError(describe(shares.failure()), error=shares.failure())
         outlets = [
@@ -137,7 +137,7 @@ class SendingStream:
 
     async def _tell(self, error: BaseException) -> None:
         failed = Failed(
-            worker=str(self._me.sender),
+            worker=str(self._me.worker),
             stage=self._stage,
             tensor=self._tensor,
             message=f"{type(error).__name__}: {error}",

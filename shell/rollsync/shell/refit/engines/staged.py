@@ -1,13 +1,15 @@
-"""What the built-in engines have in common: streams through two buffers of the sender.
+"""What the built-in engines have in common: streams through the transfer buffers of the sender.
 
-An engine adds where it listens, what memory a sender packs into, and how a receiver reads it. A
-policy worker packs bucket n+1 while bucket n is read and bucket n-1 is loaded. Bucket by bucket the
-two ends talk over a connection of their own; see `rollsync.pure.refit.control` for what they say.
+An engine adds where it listens, what memory a sender packs into, and how a receiver reads it. The
+buffers, `BUFFERS` of them, are a ring (one for each layout that the receivers keep): a policy
+worker packs one part of a bucket while the one before is read, and that before it loaded. Part by
+part the two ends talk over a connection of their own; see `rollsync.pure.refit.control` for what
+they say, and for what a buffer, a bucket and a part are.
 
 A rollout worker that relays has its receivers read from the buffers that it reads into itself.
 
 Rules kept here: a connection carries one stream, so that nothing of a failed stream can reach the
-next; a buffer is filled again only when every reader of it has released it; and what `prepare` and
+next; memory is filled again only when every reader of it has released it; and what `prepare` and
 the process groups reserve, `finalize` gives back, however far they came.
 """
 
@@ -17,6 +19,7 @@ import os
 import socket
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Final
 
 from returns.pipeline import is_successful
@@ -31,8 +34,9 @@ from rollsync.pure.refit import (
     describe,
     plan_routes,
 )
+from rollsync.pure.refit.control import StreamBegins
 from rollsync.pure.refit.layout import Part
-from rollsync.pure.refit.routes import Sender
+from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch, DeclaringEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
@@ -103,11 +107,12 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._memory: SenderMemory | None = None
         self._medium: ReceiverMedium | None = None
         self._relay = relay
-        self._me = Introduction(sender=PolicyWorker(0), train_world_size=0, rollout_world_size=0)
-        self._sender: Sender = PolicyWorker(0)
+        self._me = Introduction(worker=PolicyWorker(0), train_world_size=0, rollout_world_size=0)
+        self._sender: Worker = PolicyWorker(0)
         self._sender_timeout_s = 0.0
         self._receivers: tuple[Receiver, ...] = ()
         self._expectation = Expectation()
+        self._comes_in_parts = False
         self._direct = direct
         self._peers_read_directly = False
         self._destinations: Destinations | None = None
@@ -141,22 +146,27 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         """
         known = self._expectation.declaration
         if declared is None:
-            self._expectation.declaration = None
+            known = None
         elif known is None or known.specs != tuple(declared):
-            self._expectation.declaration = Declaration(declared, self._bucket_bytes)
+            known = Declaration(declared, self._bucket_bytes)
+        self._expectation = replace(self._expectation, declaration=known)
 
     def set_target_weight_layout(self, layout: Sequence[Part] | None) -> None:
         """Keep these parts of the declared tensors."""
         known = self._expectation.layout
         if layout is None:
-            self._expectation.layout = None
+            known = None
         elif known is None or known.parts != tuple(layout):
-            self._expectation.layout = Layout(layout)
+            known = Layout(layout)
+        self._expectation = replace(self._expectation, layout=known)
 
     @property
     def comes_in_parts(self) -> bool:
         """Whether the stream that is being received carries parts."""
-        return self._expectation.comes_in_parts
+        return self._comes_in_parts
+
+    def _note_begin(self, begins: StreamBegins) -> None:
+        self._comes_in_parts = begins.layout is not None
 
     @property
     def reads_directly(self) -> bool:
@@ -168,7 +178,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._destinations = destinations
 
     def prepare(self) -> dict[str, object]:
-        """Listen for the sender. Buffers are reserved when this turns out to be a sender."""
+        """Listen for the sender. Buffers are reserved when it is known what this worker does."""
         if self._listener is None:
             self._listener = self._listen()
         if self._lifeline is None:
@@ -215,16 +225,16 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             self._medium = self._reader()
         if self._feeder is not None:
             self._feeder.close()
-        feeder = workers[place_of(self._sender, train_world_size)]
+        feeder = workers[index_of(self._sender, train_world_size)]
         self._feeder = HeldLifeline(str(feeder["lifeline"]))
 
     def _join(
-        self, me: Sender, workers: Sequence[Mapping[str, object]], train_world_size: int
+        self, me: Worker, workers: Sequence[Mapping[str, object]], train_world_size: int
     ) -> RoutingTable:
         """Take this worker's part in the routes of all."""
         rollout_world_size = len(workers) - train_world_size
         self._me = Introduction(
-            sender=me, train_world_size=train_world_size, rollout_world_size=rollout_world_size
+            worker=me, train_world_size=train_world_size, rollout_world_size=rollout_world_size
         )
         table = _routes(workers, train_world_size, relay=self._relay)
         self._take_routes(me, table, workers)
@@ -290,11 +300,12 @@ class StagedEngine(DeclaringEngine, DirectEngine):
                 medium,
                 place=Place(
                     sender=self._sender,
-                    rollout_rank=self._me.sender.rank,
+                    rollout_rank=self._me.worker.rank,
                     train_world_size=self._me.train_world_size,
                     rollout_world_size=self._me.rollout_world_size,
                 ),
                 expectation=self._expectation,
+                on_begin=self._note_begin,
                 timeout_s=self._sender_timeout_s,
                 stop=stop,
                 direct=self._direct_reader(),
@@ -348,7 +359,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             self._memory = None
 
     def _take_routes(
-        self, me: Sender, table: RoutingTable, workers: Sequence[Mapping[str, object]]
+        self, me: Worker, table: RoutingTable, workers: Sequence[Mapping[str, object]]
     ) -> None:
         """Learn the routes to and from this worker, before anything is reserved for them.
 
@@ -405,7 +416,7 @@ def host_identity() -> str:
     return f"{found}/{label}" if label else found
 
 
-def place_of(worker: Sender, train_world_size: int) -> int:
+def index_of(worker: Worker, train_world_size: int) -> int:
     """Where a worker's metadata is among those of all, policy workers first."""
     return worker.rank + (0 if isinstance(worker, PolicyWorker) else train_world_size)
 
