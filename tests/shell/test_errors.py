@@ -16,14 +16,14 @@ ERRORS: list[RollsyncError] = [
     EngineOutdated(serving=1, wanted=2),
     WeightTransferFailed("what", backend="shm"),
     # These are also of a built-in class with a layout of its own.
-    PeerLost("what", rank="policy 0", stage="connected", tensor="weight"),
-    PeerFailed("what", rank="policy 0", stage="connected"),
+    PeerLost("what", worker="policy 0", stage="connected", tensor="weight"),
+    PeerFailed("what", worker="policy 0", stage="connected"),
     PeerFailed.heard(
         Failed(worker="rollout 1", stage="loaded", tensor="weight", message="what"),
-        rank="policy 0",
+        worker="policy 0",
         stage="connected",
     ),
-    TransferTimeout("what", rank="policy 0", stage="connected", remedy="do"),
+    TransferTimeout("what", worker="policy 0", stage="connected", remedy="do"),
 ]
 
 

@@ -38,8 +38,8 @@ def sides(actors: tuple[Side, Side]) -> tuple[Side, Side]:
     return actors
 
 
-def timeout(rank: str, waited_for: str) -> TransferTimeout:
-    error = TransferTimeout(f"{waited_for} said nothing", rank=rank, stage="received")
+def timeout(worker: str, waited_for: str) -> TransferTimeout:
+    error = TransferTimeout(f"{waited_for} said nothing", worker=worker, stage="received")
     error.waited_for = waited_for
     return error
 
@@ -76,7 +76,7 @@ def test_a_stuck_engine_is_blamed_and_the_policy_worker_that_waited_for_it_is_no
     sync = scripted_sync(policy, engines, timeout_s=QUICKLY_S)
     sync.init_communicator()
     end(policy[0], SEND, timeout("policy 0", "rollout 1"))
-    end(engines[0], UPDATE, PeerFailed("it gave up", rank="rollout 0", stage="received"))
+    end(engines[0], UPDATE, PeerFailed("it gave up", worker="rollout 0", stage="received"))
     end(engines[1], UPDATE, None, takes_s=STUCK_S)
     with pytest.raises(WorkerUnresponsive, match="engine 1 does not answer"):
         sync.sync_weights()
@@ -86,7 +86,7 @@ def test_a_stuck_engine_is_blamed_and_the_policy_worker_that_waited_for_it_is_no
 
 def test_an_engine_that_goes_on_after_all_gave_up_is_blamed_by_the_one_that_waited() -> None:
     late = timeout("policy 0", "rollout 3")
-    gone = PeerLost("policy 0 is gone", rank="rollout 3", stage="received")
+    gone = PeerLost("policy 0 is gone", worker="rollout 3", stage="received")
     failure = WorkerAnswers(policy=(late,), engines=(None, gone), ranks_per_engine=2)
     assert failure.engines_to_blame == {1}
     assert failure.cause(gone) is late
@@ -97,7 +97,7 @@ def test_an_engine_that_goes_on_after_all_gave_up_is_blamed_by_the_one_that_wait
     [
         (False, {0}),
         (None, set()),
-        (PeerLost("gone", rank="rollout 0", stage="received"), set()),
+        (PeerLost("gone", worker="rollout 0", stage="received"), set()),
         (OSError("no memory"), {0}),
         (EngineStepFailed("it failed", end=StepEnd(HowEnded.FAILED)), {0}),
         (EngineStepFailed("it heard", end=StepEnd(HowEnded.HEARD)), set()),
@@ -106,7 +106,7 @@ def test_an_engine_that_goes_on_after_all_gave_up_is_blamed_by_the_one_that_wait
     ],
 )
 def test_what_an_engine_answers_says_who_is_to_blame(answer: object, blamed: set[int]) -> None:
-    heard = PeerFailed("another one failed", rank="rollout 1", stage="received")
+    heard = PeerFailed("another one failed", worker="rollout 1", stage="received")
     assert WorkerAnswers((heard,), (answer, heard)).engines_to_blame == blamed
 
 

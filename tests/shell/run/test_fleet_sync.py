@@ -135,9 +135,9 @@ def all_load(world: Scripted, engines: list[ScriptedEngine]) -> None:
         engine.state = Serving(world.version)
 
 
-def timeout(rank: str, waited_for: str) -> TransferTimeout:
-    """Of a rank that waited in vain."""
-    error = TransferTimeout(f"{waited_for} said nothing", rank=rank, stage="received")
+def timeout(worker: str, waited_for: str) -> TransferTimeout:
+    """Of a worker that waited in vain."""
+    error = TransferTimeout(f"{waited_for} said nothing", worker=worker, stage="received")
     error.waited_for = waited_for
     return error
 
@@ -213,7 +213,7 @@ def one_is_killed(world: Scripted, engines: list[ScriptedEngine]) -> None:
     engines[0].died = True
     for engine in engines[1:]:
         engine.state = Poisoned(world.version, "rank 1 of the policy is lost")
-    echo = PeerLost("rank 0 is lost", rank="rollout 1", stage="received")
+    echo = PeerLost("rank 0 is lost", worker="rollout 1", stage="received")
     world.fail(echo, ActorDiedError(), *(echo for _ in engines[1:]))
 
 
@@ -275,7 +275,7 @@ async def test_an_engine_that_fails_is_left_out_and_gets_the_weights_the_next_ti
     def one_fails(world: Scripted, engines: list[ScriptedEngine]) -> None:
         engines[0].state = Poisoned(world.version, "no memory")
         engines[1].state = Poisoned(world.version, "another one failed")
-        echo = PeerLost("rank 0 is lost", rank="rollout 1", stage="received")
+        echo = PeerLost("rank 0 is lost", worker="rollout 1", stage="received")
         world.fail(RefitError("no memory"), RefitError("no memory"), echo)
 
     async with fleet_of(2, one_fails) as run:
@@ -328,7 +328,7 @@ async def test_a_failure_for_which_no_engine_is_to_blame_ends_the_sync() -> None
 
 async def test_an_actor_that_is_gone_and_no_engine_is_the_trainers() -> None:
     def trainer_dies(world: Scripted, engines: list[ScriptedEngine]) -> None:
-        echo = PeerLost("it is lost", rank="rollout 0", stage="received")
+        echo = PeerLost("it is lost", worker="rollout 0", stage="received")
         for engine in engines:
             engine.state = Poisoned(world.version, "the policy is lost")
         died = ActorDiedError()
@@ -367,7 +367,7 @@ async def test_a_policy_worker_that_only_came_late_blames_no_engine_either() -> 
         for engine in engines:
             engine.state = Poisoned(world.version, "policy 0 said nothing")
         late = timeout("rollout 0", "policy 0")
-        echo = PeerFailed("rollout 0 failed", rank="policy 0", stage="sent")
+        echo = PeerFailed("rollout 0 failed", worker="policy 0", stage="sent")
         world.fail(late, late, timeout("rollout 1", "policy 0"), policy=(echo,))
 
     async with fleet_of(2, trainer_is_late) as run:
@@ -381,7 +381,9 @@ async def test_a_trainer_that_is_lost_with_an_engine_ends_the_run_at_once() -> N
     def both_die(world: Scripted, engines: list[ScriptedEngine]) -> None:
         engines[0].died = True
         died = ActorDiedError()
-        world.fail(died, died, PeerLost("gone", rank="rollout 1", stage="received"), policy=(died,))
+        world.fail(
+            died, died, PeerLost("gone", worker="rollout 1", stage="received"), policy=(died,)
+        )
 
     async with fleet_of(2, both_die) as run:
         with pytest.raises(TrainerLost, match="policy worker 0 is gone"):
@@ -393,7 +395,7 @@ async def test_an_engine_that_a_policy_worker_waited_for_in_vain_is_left_out() -
     def one_is_late(world: Scripted, engines: list[ScriptedEngine]) -> None:
         for engine in engines:
             engine.state = Poisoned(world.version, "policy 0 failed")
-        echo = PeerFailed("policy 0 failed", rank="rollout 1", stage="received")
+        echo = PeerFailed("policy 0 failed", worker="rollout 1", stage="received")
         late = timeout("policy 0", "rollout 0")
         world.fail(late, echo, echo, policy=(late,))
 

@@ -1,7 +1,8 @@
 """The destination layouts of an engine that runs tensor, pipeline and expert parallel.
 
-Only `rollsync plan` needs it, which has no engine to ask: in a sync, `kept` decides by what a rank's
-loader was seen to read. It follows how vLLM shards the models whose tensors have Hugging Face's names (read in vLLM 0.32):
+Only `rollsync plan` needs it, which has no engine to ask: in a sync, `kept` decides by what a
+rank's loader was seen to read. It follows how vLLM shards the models whose tensors have Hugging
+Face's names (read in vLLM 0.32):
 
 - tensor-parallel ranks keep what `cuts` says of every tensor;
 - layers are dealt to pipeline stages evenly, what is left over going to the stages before the last;
