@@ -30,6 +30,9 @@ class RecordedUpdate:
     told: list[str] = field(default_factory=list)
     fails_at: str = ""
 
+    def leave_out(self, layers: frozenset[str]) -> None:
+        self._tell("leave out " + "".join(sorted(layers)))
+
     def start(self) -> None:
         self._tell("start")
 

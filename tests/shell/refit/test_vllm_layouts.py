@@ -24,7 +24,8 @@ from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.layout import Box, Part, plan_parts
 from rollsync.pure.refit.parallel import Parallelism, plan_shards
 from rollsync.shell.refit.boxes import inside
-from rollsync.shell.refit.kept_parts import KeptParts
+from rollsync.shell.refit.intake import Batch, KeptParts
+from rollsync.shell.refit.learned_load import LearnedLoad
 from rollsync.shell.refit.load_recorder import serving_tensors
 from rollsync.shell.refit.weights import checkpoint_weights, declare_weights, dtype_name
 from tests.shell.refit.vllm_models import VllmModel, on_ranks
@@ -130,27 +131,27 @@ def learn_parts(model: VllmModel) -> Learned:
     from rollsync.shell.refit.vllm_loader import VllmModelUpdate
 
     case = CASES[Path(model.config.model_config.model).name]
-    kept = KeptParts(lambda: model.module)
-    kept.declare(case.specs())
+    known = LearnedLoad(lambda: model.module, is_shared=True)
+    known.declare(case.specs())
 
-    def load(loads: Iterable[list[tuple[str, torch.Tensor]]], *, watched: bool) -> None:
-        recorder = kept.recorder() if watched else None
+    def load(loads: Iterable[Batch], *, watched: bool) -> None:
+        recorder = known.reception(directly=False).recorder if watched else None
         update = VllmModelUpdate(model.config, model.config.model_config, model.module, recorder)
         update.start()
         for each in loads:
             update.load(each)
         update.finish()
         if recorder is not None:
-            kept.learn(recorder)
+            known.learn(recorder)
 
     load([list(case.weights())], watched=True)
-    layout = kept.layout or ()
+    layout = known.reception(directly=False).layout or ()
     weights = dict(case.weights(seed=1))
     parts = [
         (part.spec.name, inside(weights[part.source], part.box).clone())
         for part in plan_parts(case.specs(), layout, rank=0).unwrap()
     ]
-    load(kept.assembly().loads(parts), watched=True)
+    load(KeptParts(case.specs(), layout).loads(parts), watched=True)
     of_parts = {n: t.clone() for n, (_, t) in serving_tensors(model.module).items()}
     load([list(case.weights())], watched=False)
     load([list(case.weights(seed=1))], watched=False)

@@ -18,8 +18,9 @@ from rollsync.shell.grpo import StepMetrics, TrainingRow
 from rollsync.shell.grpo.trainer import GrpoTrainer
 from rollsync.shell.grpo.worker import GrpoPolicyWorker
 from rollsync.shell.refit.generation import Completion, SamplingSettings
+from rollsync.shell.refit.intake import Batch
 from rollsync.shell.refit.load_recorder import LoadRecorder
-from rollsync.shell.refit.refit_receiver import Batch, ModelUpdate
+from rollsync.shell.refit.refit_receiver import ModelUpdate
 from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 from rollsync.shell.refit.torch_update import TorchModelUpdate
 

@@ -8,10 +8,10 @@ it came: what it holds is whole then, but not what the policy meant it to hold.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -31,24 +31,20 @@ from rollsync.pure.refit.lifecycle import (
 from rollsync.shell.refit.engine_slot import EngineSlot
 from rollsync.shell.refit.engines import CheckpointEngine
 from rollsync.shell.refit.errors import RefitError, accepted
-from rollsync.shell.refit.kept_parts import KeptParts, PartAssembly
-from rollsync.shell.refit.learned_load import DirectLoad, LearnedLoad
+from rollsync.shell.refit.intake import Batch, Intake
+from rollsync.shell.refit.learned_load import LearnedLoad, Reception
 from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.report import WorkerTransfer
-from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME, WeightChecker
-
-Batch = Sequence[tuple[str, torch.Tensor]]
-
-
-@runtime_checkable
-class PartialUpdate(Protocol):
-    """An update that other ways than its loader may take part in."""
-
-    def leave_out(self, layers: frozenset[str], /) -> None: ...
+from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME
 
 
 class ModelUpdate(Protocol):
-    """One whole update of a model; a batch may be reused once `load` has returned."""
+    """One whole update of a model; a batch may be reused once `load` has returned.
+
+    Layers are left out, before it starts, that get their weights past its loader.
+    """
+
+    def leave_out(self, layers: frozenset[str], /) -> None: ...
 
     def start(self) -> None: ...
 
@@ -73,6 +69,11 @@ class _Tally:
         self.payload_bytes += sum(came.values())
         self.batches += 1
 
+    def take_past_loader(self, tensors: Mapping[str, int]) -> None:
+        """Counts what came by another way than in batches: names and bytes."""
+        self.tensors += len(tensors)
+        self.payload_bytes += sum(tensors.values())
+
 
 class RefitReceiver:
     """A rollout rank's end of the checkpoint engine, and what the rank may generate with.
@@ -81,8 +82,9 @@ class RefitReceiver:
         local_rank: the rank in its engine's process group.
         engine_world_size: the size of that group.
         update: makes the update of this rank's model, which tells a recorder what it loads.
-        model: that model, where several ranks share one and each keeps parts of it: then they are
-            sent no more than that, as soon as it is known. None always takes whole tensors.
+        model: that model, whose loader may be watched: then a rank that shares its engine's model
+            with others is sent only the parts that it keeps, and an engine that can reads tensors
+            straight into it. None always takes whole tensors.
     """
 
     def __init__(
@@ -98,19 +100,14 @@ class RefitReceiver:
         self._make_update = update
         self._slot = EngineSlot()
         self._declared: tuple[TensorSpec, ...] | None = None
-        self._by_name: dict[str, TensorSpec] = {}
-        self._kept = KeptParts(model) if model is not None and engine_world_size > 1 else None
-        self._model = model
-        self._learned: LearnedLoad | None = None
+        self._learned = LearnedLoad(model, is_shared=engine_world_size > 1)
         self._rollout_rank = local_rank
         self.state: EngineState = Unconnected()
 
     def declare(self, declared: Sequence[TensorSpec] | None) -> None:
         """Takes what the policy will send, in its order; later streams are checked against it."""
         self._declared = None if declared is None else tuple(declared)
-        self._by_name = {spec.name: spec for spec in declared or ()}
-        if self._kept is not None:
-            self._kept.declare(self._declared or ())
+        self._learned.declare(self._declared or ())
 
     def init(self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, object]) -> None:
         """Makes the checkpoint engine, unless it is there already."""
@@ -166,92 +163,58 @@ class RefitReceiver:
         engine = self._slot.engine
         # Nothing may be waited for that could not begin.
         accepted(apply(self.state, BeginUpdate(next_version(self.state))))
-        if self._slot.reads_directly and self._model is not None:
-            return self._update_directly(engine, self._model())
-        recorder = None if self._kept is None else self._kept.recorder()
-        update = self._make_update(recorder)
+        reception = self._learned.reception(directly=self._slot.reads_directly)
+        update = self._make_update(reception.recorder)
         try:
+            if reception.destinations is not None:
+                update.leave_out(reception.plan.layers)
             self._slot.declare(self._declared)
-            self._slot.keep(None if self._kept is None else self._kept.layout)
-            return asyncio.run(self._update(engine, update, recorder))
+            self._slot.keep(reception.layout)
+            self._slot.read_into(reception.destinations)
+            return asyncio.run(self._update(engine, update, reception))
         except BaseException as error:
             self._apply(UpdateFailed(f"{type(error).__name__}: {error}"))
-            if self._kept is not None:
-                self._kept.forget()
-            update.abort()
-            raise
-
-    def _update_directly(self, engine: CheckpointEngine, model: torch.nn.Module) -> WorkerTransfer:
-        """Receives one stream of which the engine reads straight into the model what it can."""
-        if self._learned is None:
-            self._learned = LearnedLoad(model)
-        learned = self._learned
-        destinations = learned.destinations()
-        recorder = learned.recorder() if learned.is_empty else None
-        update = self._make_update(recorder)
-        if destinations is not None and isinstance(update, PartialUpdate):
-            update.leave_out(learned.layers)
-        else:
-            destinations = None
-        aliases = {alias for spec in self._declared or () for alias in spec.aliases}
-        try:
-            self._slot.declare(self._declared)
-            self._slot.keep(None)
-            self._slot.read_into(destinations)
-            direct = None if destinations is None else DirectLoad(learned, destinations, aliases)
-            transfer = asyncio.run(self._update(engine, update, None, direct))
-            if recorder is not None:
-                learned.learn(recorder, aliases)
-            return transfer
-        except BaseException as error:
-            self._apply(UpdateFailed(f"{type(error).__name__}: {error}"))
-            learned.forget()
+            self._learned.forget()
             update.abort()
             raise
         finally:
             self._slot.read_into(None)
 
     async def _update(
-        self,
-        engine: CheckpointEngine,
-        update: ModelUpdate,
-        recorder: LoadRecorder | None,
-        direct: DirectLoad | None = None,
+        self, engine: CheckpointEngine, update: ModelUpdate, reception: Reception
     ) -> WorkerTransfer:
         started_s = time.perf_counter()
         tally = _Tally()
-        version: int | None = None
-        assembly: PartAssembly | None = None
-        checker = WeightChecker(self._by_name, whole_tensors=not engine.shard_expert_weights)
+        begun: tuple[int, Intake] | None = None
         async with aclosing(engine.receive_weight_batches()) as batches:
             async for received in batches:
                 batch: Batch = received
-                if version is None:
+                if begun is None:
                     version, batch = self._first(received)
                     self._apply(BeginUpdate(version))
                     update.start()
-                    if self._kept is not None and self._slot.comes_in_parts:
-                        assembly = self._kept.assembly()
-                        checker = WeightChecker(assembly.specs)
-                if direct is not None:
-                    direct.note_batch(batch)
-                loads = [batch] if assembly is None else assembly.loads(batch)
-                _load(update, checker, loads, tally)
+                    begun = (
+                        version,
+                        reception.intake(
+                            in_parts=self._slot.comes_in_parts,
+                            are_whole=not engine.shard_expert_weights,
+                        ),
+                    )
+                _, intake = begun
+                _load(update, intake, batch, tally)
                 tally.take(batch)
-        if version is None:
+        if begun is None:
             raise RefitError(
                 "the stream of weights was empty", remedy="yield weights from the policy's iterator"
             )
-        if direct is not None:
-            for name, size in direct.arrivals().items():
-                checker.note_arrival(name)
-                tally.tensors += 1
-                tally.payload_bytes += size
-        checker.check_complete()
+        version, intake = begun
+        past_loader = intake.past_loader()
+        intake.check_complete(past_loader.keys())
+        tally.take_past_loader(past_loader)
         closing_s = time.perf_counter()
         update.finish()
-        if self._kept is not None and recorder is not None:
-            self._kept.learn(recorder)
+        if reception.recorder is not None:
+            self._learned.learn(reception.recorder)
         self._apply(FinishUpdate(version))
         done_s = time.perf_counter()
         return WorkerTransfer(
@@ -279,10 +242,8 @@ class RefitReceiver:
         self.state = accepted(apply(self.state, event))
 
 
-def _load(
-    update: ModelUpdate, checker: WeightChecker, loads: Iterable[Batch], tally: _Tally
-) -> None:
+def _load(update: ModelUpdate, intake: Intake, batch: Batch, tally: _Tally) -> None:
     started_s = time.perf_counter()
-    for load in loads:
-        update.load(checker.check(load))
+    for load in intake.loads(batch):
+        update.load(load)
     tally.load_s += time.perf_counter() - started_s

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from rollsync.pure.refit import TensorSpec
-from rollsync.pure.refit.layout import Box, Part, plan_parts, whole
-from rollsync.shell.refit import kept_parts
+from rollsync.pure.refit.layout import Box, Part, plan_parts
 from rollsync.shell.refit.boxes import inside
 from rollsync.shell.refit.errors import WeightMismatch
-from rollsync.shell.refit.kept_parts import KeptParts, PartAssembly
+from rollsync.shell.refit.learned_load import LearnedLoad, Reception
 from rollsync.shell.refit.load_recorder import LoadRecorder
 
 Weights = dict[str, torch.Tensor]
@@ -103,31 +102,44 @@ def sent(
             yield alias, tensor
 
 
-def learned(model: Rank | Experts) -> KeptParts:
+def knows_nothing(model: Rank | Experts, *specs: TensorSpec) -> LearnedLoad:
+    """Of a model that another rank shares."""
+    known = LearnedLoad(lambda: model, is_shared=True)
+    known.declare(specs)
+    return known
+
+
+def learned(model: Rank | Experts, *specs: TensorSpec) -> LearnedLoad:
     """After a whole load."""
-    kept = KeptParts(lambda: model)
-    kept.declare(SPECS)
-    recorder = kept.recorder()
+    known = knows_nothing(model, *specs or SPECS)
+    recorder = staged(known).recorder
     assert recorder is not None
-    load(model, recorder, stream())
-    kept.learn(recorder)
-    return kept
+    load(model, recorder, {each.name: torch.randn(each.shape) for each in specs or SPECS})
+    known.learn(recorder)
+    return known
 
 
-def load_parts(model: Rank | Experts, kept: KeptParts, weights: Weights) -> None:
-    recorder = kept.recorder()
-    assembly = kept.assembly()
-    for put_together in assembly.loads(list(sent(weights, kept.layout or ()))):
-        load(model, recorder, dict(put_together))
-    if recorder is not None:
-        kept.learn(recorder)
+def staged(known: LearnedLoad) -> Reception:
+    """How a stream is received that comes in batches."""
+    return known.reception(directly=False)
+
+
+def load_parts(
+    model: Rank | Experts, known: LearnedLoad, weights: Weights, specs: Sequence[TensorSpec] = SPECS
+) -> None:
+    reception = staged(known)
+    parts = list(sent(weights, reception.layout or (), specs))
+    for put_together in reception.intake(in_parts=True, are_whole=True).loads(parts):
+        load(model, reception.recorder, dict(put_together))
+    if reception.recorder is not None:
+        known.learn(reception.recorder)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_load_of_parts_leaves_what_a_whole_one_does(rank: int) -> None:
     model, other = Rank(rank), Rank(rank)
-    kept = learned(model)
-    assert kept.layout == (
+    known = learned(model)
+    assert staged(known).layout == (
         Part("q", Box((2 * rank, 0), (2, 6))),
         Part("o", Box((0, 3 * rank), (4, 3))),
         Part("tied", Box((0, 3 * rank), (4, 3))),
@@ -135,11 +147,11 @@ def test_a_load_of_parts_leaves_what_a_whole_one_does(rank: int) -> None:
     )
     for sync in range(3):
         weights = stream()
-        load_parts(model, kept, weights)
+        load_parts(model, known, weights)
         load(other, None, weights)
         for name, parameter in other.named_parameters():
             assert torch.equal(parameter, dict(model.named_parameters())[name]), (sync, name)
-        assert kept.recorder() is None
+        assert staged(known).recorder is None
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -154,82 +166,74 @@ def test_parts_of_a_tensor_that_holds_all_experts(
     """Each part has the experts that the rank owns, or its rows, or columns, of each half."""
     spec = TensorSpec("experts", (4, 3, 8) if turned else (4, 8, 3), "float32")
     model, other = Experts(owned, turned=turned), Experts(owned, turned=turned)
-    kept = KeptParts(lambda: model)
-    kept.declare([spec])
-    recorder = kept.recorder()
-    assert recorder is not None
-    load(model, recorder, {"experts": torch.randn(spec.shape)})
-    kept.learn(recorder)
+    known = learned(model, spec)
     # What takes experts by their numbers takes them whole.
     rows = [(2, 2), (6, 2)] if not owned else [(0, 8)] if turned else [(0, 4)]
     extents = [(a, b) for a in first for b in rows]
-    assert kept.layout == tuple(
+    assert staged(known).layout == tuple(
         Part("experts", Box((e, 0, r), (n, 3, c)) if turned else Box((e, r, 0), (n, c, 3)))
         for (e, n), (r, c) in extents
     )
     for _ in range(2):
         weights = {"experts": torch.randn(spec.shape)}
-        parts = list(sent(weights, kept.layout, [spec]))
-        watching = kept.recorder()
-        for put_together in kept.assembly().loads(parts):
-            load(model, watching, dict(put_together))
-        if watching is not None:
-            kept.learn(watching)
+        load_parts(model, known, weights, [spec])
         load(other, None, weights)
         assert torch.equal(model.get_parameter("into.weight"), other.get_parameter("into.weight"))
-    assert kept.recorder() is None
+    assert staged(known).recorder is None
 
 
 def test_a_loader_that_reads_something_else_in_parts_is_found_out() -> None:
     model = Rank(0)
-    kept = learned(model)
+    known = learned(model)
     model.reads_all_of_q = True
     with pytest.raises(WeightMismatch, match="'q'"):
-        load_parts(model, kept, stream())
-    kept.forget()
-    assert kept.layout is None
-    assert kept.recorder() is not None
+        load_parts(model, known, stream())
+    known.forget()
+    assert staged(known).layout is None
+    assert staged(known).recorder is not None
 
 
 def test_other_declarations_are_learned_anew_and_none_teaches_nothing() -> None:
-    kept = learned(Rank(0))
-    layout = kept.layout
-    kept.declare(SPECS)
-    assert kept.layout == layout
-    kept.declare(SPECS[:1])
-    assert kept.layout is None
-    assert kept.recorder() is not None
-    kept.declare(())
-    assert kept.recorder() is None
+    known = learned(Rank(0))
+    layout = staged(known).layout
+    known.declare(SPECS)
+    assert staged(known).layout == layout
+    known.declare(SPECS[:1])
+    assert staged(known).layout is None
+    assert staged(known).recorder is not None
+    known.declare(())
+    assert staged(known).recorder is None
 
 
 def test_a_rank_that_keeps_everything_is_watched_once() -> None:
+    known = learned(Rank(0), SPECS[2])
+    assert staged(known).layout is None
+    assert staged(known).recorder is None
+
+
+def test_a_model_that_one_rank_has_is_watched_for_direct_reads_only() -> None:
+    known = LearnedLoad(lambda: Rank(0), is_shared=False)
+    known.declare(SPECS)
+    assert staged(known).recorder is None
+    assert known.reception(directly=True).recorder is not None
+
+
+def test_what_came_past_the_loader_is_watched_when_its_parts_first_come() -> None:
     model = Rank(0)
-    kept = KeptParts(lambda: model)
-    kept.declare([SPECS[2]])
-    recorder = kept.recorder()
-    assert recorder is not None
-    load(model, recorder, {"norm": torch.ones(6)})
-    kept.learn(recorder)
-    assert kept.layout is None
-    assert kept.recorder() is None
-
-
-def test_parts_are_put_together_over_batches_and_loaded_in_portions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kept_parts, "SMALLEST_LOAD_BYTES", 96)
-    layout = [
-        Part("q", Box((0, 0), (1, 6))),
-        Part("q", Box((3, 0), (1, 6))),
-        Part("o", whole(SPECS[1])),
-        Part("norm", Box((0,), (6,))),
-    ]
-    assembly, weights = PartAssembly(SPECS, layout), stream()
-    assert set(assembly.specs) == {"q", "o", "norm"}
-    first, *rest = [*sent(weights, tuple(layout))][1:]
-    assert list(assembly.loads([first])) == []
-    loads = list(assembly.loads(rest))
-    assert [[name for name, _ in each] for each in loads] == [["q"], ["o"], ["norm"]]
-    q = loads[0][0][1]
-    assert torch.equal(q[[0, 3]], weights["q"][[0, 3]])
+    known = learned(model)
+    layout = staged(known).layout or ()
+    weights: Weights = {}
+    for names, is_known in ((("o", "norm"), False), (("o", "norm"), False), (("q",), True)):
+        reception = known.reception(directly=True)
+        assert (reception.destinations is not None, reception.layout) == (True, layout)
+        assert reception.recorder is not None
+        intake = reception.intake(in_parts=True, are_whole=True)
+        weights = stream()
+        parts = [part for part in sent(weights, layout) if part[0].partition("[")[0] in names]
+        for put_together in intake.loads(parts):
+            load(model, reception.recorder, dict(put_together))
+        intake.check_complete({"q", "o", "norm"} - set(names))
+        known.learn(reception.recorder)
+        assert (staged(known).recorder is None) == is_known
+    rows = model.get_parameter("rows.weight")
+    assert torch.equal(rows, weights["q"][:2])
