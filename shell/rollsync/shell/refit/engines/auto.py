@@ -10,7 +10,6 @@ and NIXL is started only by a worker with a route that needs it, unless that was
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
@@ -159,21 +158,19 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
     def _carriers(self) -> set[str]:
         return {choice.engine for choice in self._choices}
 
-    def _carrier_to(self, rollout_rank: int) -> str:
-        """What carries the route to a rollout worker, which is this one or one that it feeds."""
-        (carrier,) = (
-            each.engine for each in self._choices if each.route.receiver.rank == rollout_rank
+    def _is_on_host(self, rollout_rank: int) -> bool:
+        # Without routes there is nobody to come in.
+        return any(
+            each.engine == "shm" and each.route.receiver.rank == rollout_rank
+            for each in self._choices
         )
-        return carrier
 
     def _entrance(self) -> Listener | None:
-        # Without routes there is nobody to come in.
-        is_local = bool(self._choices) and self._carrier_to(self._me.worker.rank) == "shm"
-        return self._on_host if is_local else self._listener
+        return self._on_host if self._is_on_host(self._me.worker.rank) else self._listener
 
     def _endpoint(self, metadata: Mapping[str, object], rank: int) -> Mapping[str, object]:
         on_host = metadata["on_host"]
-        is_local = self._carrier_to(rank) == "shm"
+        is_local = self._is_on_host(rank)
         return on_host if is_local and isinstance(on_host, Mapping) else metadata
 
     def _reserve(self) -> SenderMemory:
@@ -216,10 +213,8 @@ class SharedRegisteredBuffers:
         self.memory_id = shared.memory_id
 
     async def hand_over(self, channel: ControlChannel) -> None:
-        """Send the file to a receiver of this host, which came to its local address; tell another
-        one where the buffers are."""
-        is_local = channel.connection.family == socket.AF_UNIX
-        await (self._shared if is_local else self._registered).hand_over(channel)
+        """Send the file to a receiver on this host; tell another one where the buffers are."""
+        await (self._shared if channel.on_host else self._registered).hand_over(channel)
 
     async def serve(self) -> None:
         """Answer the readers from afar whenever this end waits."""

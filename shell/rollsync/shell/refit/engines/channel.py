@@ -72,16 +72,26 @@ class ControlChannel:
         worker: this worker in words, for errors.
         peer: the other worker in words, for errors.
         timeout_s: how long one wait may take.
+        on_host: whether the route goes through the host's memory, as `choose_engine` has it; if
+            not, over the network.
     """
 
     def __init__(
-        self, connection: socket.socket, *, side: Side, worker: str, peer: str, timeout_s: float
+        self,
+        connection: socket.socket,
+        *,
+        side: Side,
+        worker: str,
+        peer: str,
+        timeout_s: float,
+        on_host: bool,
     ) -> None:
         self.connection = connection
         self.peer = peer
         self._side = side
         self.worker = worker
         self.timeout_s = timeout_s
+        self.on_host = on_host
         self._key = b""
         self._sent = 0
         self._received = 0

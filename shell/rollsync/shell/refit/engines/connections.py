@@ -40,6 +40,8 @@ class Receiver(Struct, frozen=True, kw_only=True):
     secret: bytes
     timeout_s: float
     """How long one wait for it may take."""
+    on_host: bool
+    """Whether the route to it goes through the host's memory; if not, over the network."""
 
 
 class Introduction(Struct, frozen=True, kw_only=True):
@@ -131,7 +133,12 @@ class Connections:
                 remedy="see that worker's log for why it ended",
             ) from error
         channel = ControlChannel(
-            connection, side="sender", worker=me, peer=peer, timeout_s=receiver.timeout_s
+            connection,
+            side="sender",
+            worker=me,
+            peer=peer,
+            timeout_s=receiver.timeout_s,
+            on_host=receiver.on_host,
         )
         try:
             await self._greet(channel, receiver)

@@ -10,7 +10,6 @@ that a sender says changes it; a sender keeps what it has offered as it is until
 from __future__ import annotations
 
 import copy
-import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -255,8 +254,8 @@ class DirectMemory:
     """The ways that an engine has.
 
     Args:
-        on_host: to processes that connect inside this host.
-        over_network: to all others.
+        on_host: over routes through the host's memory.
+        over_network: over all others.
         large_pages: make the pages of weights and parameters large that last from stream to stream.
     """
 
@@ -274,8 +273,7 @@ class DirectMemory:
 
     def way(self, channel: ControlChannel) -> DirectWay | None:
         """That to the process at the other end."""
-        is_local = channel.connection.family == socket.AF_UNIX
-        return self._on_host if is_local else self._over_network
+        return self._on_host if channel.on_host else self._over_network
 
     def note(self, tensor: torch.Tensor) -> None:
         """Remember a tensor, a weight or a parameter, that may be there in the next stream too."""

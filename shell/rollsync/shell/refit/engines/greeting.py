@@ -38,6 +38,8 @@ class Place:
     rollout_rank: int
     train_world_size: int
     rollout_world_size: int
+    on_host: bool
+    """Whether the route goes through the host's memory; if not, over the network."""
 
     @property
     def name(self) -> str:
@@ -209,5 +211,10 @@ class Greeting:
 
     def _channel(self, connection: socket.socket, peer: str, timeout_s: float) -> ControlChannel:
         return ControlChannel(
-            connection, side="receiver", worker=self._place.name, peer=peer, timeout_s=timeout_s
+            connection,
+            side="receiver",
+            worker=self._place.name,
+            peer=peer,
+            timeout_s=timeout_s,
+            on_host=self._place.on_host,
         )

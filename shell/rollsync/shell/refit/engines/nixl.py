@@ -166,6 +166,9 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
             for route in (table.routes_of(me.rank) if starts_here else ())
         )
 
+    def _is_on_host(self, rollout_rank: int) -> bool:
+        return False
+
     def _reserve(self) -> SenderMemory:
         return self._end.memory(self._bucket_bytes)
 

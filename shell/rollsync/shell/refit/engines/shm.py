@@ -72,6 +72,9 @@ class ShmCheckpointEngine(StagedEngine):
                 remedy="use the nixl engine between hosts",
             )
 
+    def _is_on_host(self, rollout_rank: int) -> bool:
+        return True
+
     def _reserve(self) -> SenderMemory:
         return SharedBuffers.allocate(BUFFERS, self._bucket_bytes)
 

@@ -126,6 +126,11 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         """Raise `RefitConfigurationError` if this engine cannot reach that worker."""
 
     @abstractmethod
+    def _is_on_host(self, rollout_rank: int) -> bool:
+        """Whether the route to a rollout worker, this one or one that it feeds, goes through the
+        host's memory; if not, it goes over the network."""
+
+    @abstractmethod
     def _reserve(self) -> SenderMemory:
         """Reserve the buffers of a sender."""
 
@@ -243,6 +248,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
                 rank,
                 self._endpoint(workers[train_world_size + rank], rank),
                 self._patience_s(table.patience_with_receiver(rank)),
+                on_host=self._is_on_host(rank),
             )
             for rank in table.receivers_of(me)
         )
@@ -303,6 +309,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
                     rollout_rank=self._me.worker.rank,
                     train_world_size=self._me.train_world_size,
                     rollout_world_size=self._me.rollout_world_size,
+                    on_host=self._is_on_host(self._me.worker.rank),
                 ),
                 expectation=self._expectation,
                 on_begin=self._note_begin,
@@ -443,12 +450,15 @@ def _rank_in_engine(worker: Mapping[str, object]) -> int:
     return rank if isinstance(rank, int) else 0
 
 
-def _receiver(rank: int, endpoint: Mapping[str, object], timeout_s: float) -> Receiver:
+def _receiver(
+    rank: int, endpoint: Mapping[str, object], timeout_s: float, *, on_host: bool
+) -> Receiver:
     return Receiver(
         rank=rank,
         address=str(endpoint["address"]),
         secret=bytes.fromhex(str(endpoint["secret"])),
         timeout_s=timeout_s,
+        on_host=on_host,
     )
 
 
