@@ -368,7 +368,7 @@ def test_a_sync_reports_its_figures(make: Make) -> None:
     report = bench.sync.sync_weights()
     assert isinstance(report, SyncReport)
     assert (report.weight_version, report.tensors, report.payload_bytes) == (7, 3, 120)
-    assert (report.buckets, report.bucket_bytes) == (2, 12 * MEBIBYTE)
+    assert (report.batches, report.bucket_bytes) == (2, 12 * MEBIBYTE)
     assert (report.backend, report.rollout_workers) == ("shm", 4)
     assert report.stage_s["send"] == 0.5
     assert report.stage_s["load"] == 1.0

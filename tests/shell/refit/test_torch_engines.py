@@ -97,7 +97,7 @@ def test_engines_answer_as_the_policy_would(actors: Actors, tmp_path: Path) -> N
         version = ray.get(actors.policy.step.remote(saved))
         report = sync.sync_weights()
         assert (report.weight_version, report.rollout_workers) == (version, 2)
-        assert (report.tensors, report.buckets) == (WEIGHTS, 1)
+        assert (report.tensors, report.batches) == (WEIGHTS, 1)
         assert version_of(generation) == version
         # Both engines, one after the other.
         for sampling in (GREEDY, GREEDY, SAMPLED, SAMPLED):

@@ -72,7 +72,7 @@ def test_the_engine_answers_as_a_fresh_one_started_from_the_saved_weights(
     before = ask(actors.generation)
     saved, version = saved_step(actors.policy, tmp_path)
     report = sync.sync_weights()
-    assert (report.weight_version, report.buckets) == (version, 1)
+    assert (report.weight_version, report.batches) == (version, 1)
     after = ask(actors.generation, weight_version=version)
     assert after == answer_of_a_fresh_engine(saved, version)
     assert after[0].token_ids != before[0].token_ids
@@ -84,18 +84,18 @@ def test_the_same_weights_give_the_same_logits_whatever_way_they_came(
     actors: Actors, tmp_path: Path
 ) -> None:
     sync = synchronizer(actors.policy, actors.generation)
-    assert sync.sync_weights().buckets == 1
+    assert sync.sync_weights().batches == 1
     once = ask(actors.generation)
     sync.sync_weights()
     assert ask(actors.generation) == once
     sync.shutdown()
     many = synchronizer(actors.policy, actors.generation, bucket_mebibytes=1)
-    assert many.sync_weights().buckets >= 4
+    assert many.sync_weights().batches >= 4
     assert ask(actors.generation) == once
     many.shutdown()
     # Every weight alone, and overwritten as soon as the next one is asked for.
     alone = synchronizer(actors.policy, actors.generation, OVERWRITING, folder=str(tmp_path))
-    assert alone.sync_weights().buckets > 20
+    assert alone.sync_weights().batches > 20
     assert ask(actors.generation) == once
     alone.shutdown()
 

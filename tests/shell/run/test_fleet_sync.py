@@ -68,7 +68,7 @@ class Scripted(CheckpointEngineWeightSynchronizer):
             tensors=1,
             payload_bytes=100 * len(engines),
             received_bytes=(100,) * len(engines),
-            buckets=1,
+            batches=1,
             bucket_bytes=100,
             rollout_workers=len(engines),
             choices=(),

@@ -50,8 +50,8 @@ class SyncReport(msgspec.Struct, frozen=True):
         tensors: weights of one complete copy of the policy (the largest stream's count).
         payload_bytes: bytes that all rollout workers together received and loaded.
         received_bytes: the same of each of them, in the order of their ranks.
-        buckets: the largest number of batches that a rollout worker loaded.
-        bucket_bytes: size of one transfer buffer.
+        batches: the largest number of batches that a rollout worker loaded.
+        bucket_bytes: size of one transfer buffer, and so of a bucket at most.
         rollout_workers: how many rollout workers reported.
         choices: what carried each route and why, by rollout rank; none if `backend` carried all.
         total_s: from the start of `sync_weights` to its success, set-up included.
@@ -64,7 +64,7 @@ class SyncReport(msgspec.Struct, frozen=True):
     tensors: int
     payload_bytes: int
     received_bytes: tuple[int, ...]
-    buckets: int
+    batches: int
     bucket_bytes: int
     rollout_workers: int
     choices: tuple[EngineChoice, ...]
@@ -95,7 +95,7 @@ class SyncReport(msgspec.Struct, frozen=True):
         version = "unknown" if self.weight_version is None else self.weight_version
         return (
             f"weight version {version} through {self.carriers}: {self.tensors} tensors, "
-            f"{self.payload_bytes} bytes in {self.buckets} buckets to {self.rollout_workers} "
+            f"{self.payload_bytes} bytes in {self.batches} batches to {self.rollout_workers} "
             f"rollout workers, {self.gigabytes_per_s:.3f} GB/s ({stages} s)"
         )
 
@@ -123,7 +123,7 @@ def summarize(
         tensors=max((t.tensors for t in transfers), default=0),
         payload_bytes=sum(t.payload_bytes for t in rollout),
         received_bytes=tuple(t.payload_bytes for t in rollout),
-        buckets=max((t.batches for t in rollout), default=0),
+        batches=max((t.batches for t in rollout), default=0),
         bucket_bytes=bucket_bytes,
         rollout_workers=len(rollout),
         choices=choices,
