@@ -1,8 +1,26 @@
 """Watches a model's own loader once, and learns which bytes of each tensor it writes where.
 
-The loader runs as always, inside a torch dispatch mode that sees every operation. Three kinds of
-memory are told apart by their storage: a received tensor's (source), a parameter's that serves, and
-the stand-in of one, which a loader may fill first and copy to the serving one at its end.
+The loader runs as always, inside a torch dispatch mode that sees every operation. Memory is told
+apart by its storage: a received tensor's (a source); a parameter's, or a buffer's, that serves; a
+stand-in's, which is a tensor on the meta device without elements; and any other's that got
+something of a source (scratch). An example is how vLLM reloads a layer whose `qk.weight` [6, 4]
+gets the rows of `q` [4, 4] and of `k` [2, 4]:
+
+1. The reload begins: the layer has a stand-in in its parameter's place, which `stand_in` is told.
+2. `q` comes in a batch, a source from now on. The loader copies it to rows 0 to 3 of the stand-in,
+   so as to count what the layer has got: that is noted as a copy to these rows of `qk.weight`, with
+   the checksum of its bytes, and all of `q` as read. `q` is kept, or its clone when the batch's
+   memory is used again, until the layer has everything.
+3. `k` comes and is copied to rows 4 and 5 of the stand-in. Now the layer is whole: the loader makes
+   scratch [6, 4], loads `q` and `k` into it once more, and processes the layer, which here does
+   nothing to it.
+4. The scratch is copied to the parameter that serves: it is settled. What was written to it has to
+   be what was noted of the stand-in, and nothing else may have been done with it.
+5. `plan` compares the bytes of `qk.weight` with the checksums, and answers that `q` is its rows 0
+   to 3, and `k` its rows 4 and 5.
+
+A loader that copies a source straight to what serves, as one of a plain torch module does, is seen
+to do so in step 2, and there are no others.
 
 Rules kept here: what is not seen to be a plain copy is a problem of the tensor or parameter it
 touches, and `plan_load` decides what follows; all that an operation is given of a received tensor
@@ -80,8 +98,9 @@ class _Serving:
     """What was copied into it, or into its stand-in on the meta device."""
     names: set[str] = field(default_factory=set)
     """Whose bytes these were."""
-    through_meta: bool = False
-    settled: bool = False
+    has_stand_in: bool = False
+    """Whether the loader fills a stand-in first, and this at its end."""
+    is_settled: bool = False
     """Whether it has got what its stand-in had."""
 
 
@@ -90,10 +109,11 @@ class _Scratch:
     """Memory that was not known beforehand and got something of a source."""
 
     written: list[Region] = field(default_factory=list)
-    constants: list[Region] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    """The sources, as far as they were seen to be."""
     problem: str = ""
-    settled: bool = False
+    is_settled: bool = False
+    """Whether it was copied to what serves."""
 
 
 class LoadRecorder:
@@ -136,7 +156,7 @@ class LoadRecorder:
             known.tensor.dtype,
         ):
             known.problem = "it serves in another form than it is loaded in"
-        known.through_meta = True
+        known.has_stand_in = True
         self._serving[self._key(meta)] = known
 
     def refuse(self, layer: str, problem: str) -> None:
@@ -312,7 +332,7 @@ class LoadRecorder:
     ) -> None:
         """A copy into serving memory from memory that is no source's."""
         scratch = self._scratch.get(self._key(source))
-        if not to.through_meta:
+        if not to.has_stand_in:
             # The same copy as before, but of what the loader has put aside in between.
             if scratch is not None or region not in to.written:
                 to.problem = to.problem or "it gets something that was computed"
@@ -320,14 +340,14 @@ class LoadRecorder:
         if scratch is None or self._serving.get(self._key(source)) is not None:
             to.problem = to.problem or "it gets something that was computed"
             return
-        scratch.settled = True
+        scratch.is_settled = True
         alike = _region(source) == region and _same_bytes(target, source)
-        whole = region is not None and region.total_bytes == to.tensor.nbytes
-        if scratch.problem or not alike or not whole:
+        is_whole = region is not None and region.total_bytes == to.tensor.nbytes
+        if scratch.problem or not alike or not is_whole:
             to.problem = to.problem or scratch.problem or "it is rearranged after it is loaded"
         if _ordered(scratch.written) != _ordered(to.written):
             to.problem = to.problem or "it is changed after it is loaded"
-        to.settled = True
+        to.is_settled = True
 
     def _see_fill(self, target: torch.Tensor) -> None:
         if not target.numel():
@@ -335,10 +355,8 @@ class LoadRecorder:
         region = _region(target)
         to = self._serving.get(self._key(target))
         if to is None:
-            known = self._scratch.get(self._key(target))
-            if known is not None:
-                known.constants.append(region or Region(0, 0))
-        elif region is None:
+            return
+        if region is None:
             to.problem = to.problem or "it is filled in another order"
         elif region not in to.constants:
             to.constants.append(region)
@@ -357,8 +375,8 @@ class LoadRecorder:
 
     def _is_explained(self, scratch: _Scratch) -> bool:
         """Whether it was a parameter on its way, with nothing in it but what was counted before."""
-        return scratch.settled or any(
-            each.through_meta
+        return scratch.is_settled or any(
+            each.has_stand_in
             and scratch.names <= each.names
             and _ordered(scratch.written) == _ordered(each.written)
             for each in self._by_name.values()
@@ -372,7 +390,7 @@ class LoadRecorder:
             or (now.shape, now.stride(), now.dtype) != (seen.shape, seen.stride(), seen.dtype)
         ):
             each.problem = each.problem or "its memory was replaced"
-        elif each.through_meta and each.written and not each.settled:
+        elif each.has_stand_in and each.written and not each.is_settled:
             each.problem = each.problem or "it did not get what was loaded"
 
     def _check_contents(self, source: _Source) -> None:
