@@ -38,7 +38,6 @@ from dataclasses import dataclass, field
 import torch
 import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from rollsync.pure.refit.buckets import TensorSpec
 from rollsync.pure.refit.kept import box_of_view
@@ -53,7 +52,7 @@ from rollsync.pure.refit.load_plan import (
     region_of,
 )
 from rollsync.shell.refit.boxes import bytes_of
-from rollsync.shell.refit.operations import watched
+from rollsync.shell.refit.operations import rows_taken, tensors_in, watched
 from rollsync.shell.refit.weights import dtype_name
 
 _aten = torch.ops.aten
@@ -239,10 +238,10 @@ class LoadRecorder:
 
     def _see(self, func: torch._ops.OpOverload, arguments: object, answer: object) -> None:
         """One operation, already done."""
-        tensors = _tensors_in(arguments)
+        tensors = tensors_in(arguments)
         if self._gave_views(func, tensors, answer):
             return
-        rows = _rows_taken(func, arguments)
+        rows = rows_taken(func, arguments)
         for each in tensors if rows is None else rows:
             self._see_read(each)
         if func is _aten.copy_.default and len(tensors) == 2:
@@ -260,7 +259,7 @@ class LoadRecorder:
 
         Some are registered so that the dispatch mode does not see them.
         """
-        for each in _tensors_in(arguments):
+        for each in tensors_in(arguments):
             self._see_read(each)
             self._see_use(each, str(func))
 
@@ -425,7 +424,7 @@ class LoadRecorder:
             return False
         # Some, such as `reshape`, copy where no view is possible.
         given = {self._key(each) for each in tensors}
-        views = _tensors_in(answer)
+        views = tensors_in(answer)
         return bool(views) and all(self._key(each) in given for each in views)
 
     def _scratch_of(self, tensor: torch.Tensor) -> _Scratch:
@@ -438,30 +437,6 @@ class LoadRecorder:
         if key not in self._references:
             self._references[key] = StorageWeakRef(storage)
         return key
-
-
-def _rows_taken(func: torch._ops.OpOverload, arguments: object) -> list[torch.Tensor] | None:
-    """What an operation reads that takes some rows of a tensor by their numbers; None: it does
-    something else."""
-    match arguments:
-        case ((torch.Tensor() as tensor, [torch.Tensor() as index]), _) if (
-            func is _aten.index.Tensor
-        ):
-            dimension = 0
-        case ((torch.Tensor() as tensor, int(dimension), torch.Tensor() as index), _) if (
-            func is _aten.index_select.default
-        ):
-            pass
-        case _:
-            return None
-    if index.dtype in (torch.bool, torch.uint8):
-        return None
-    numbers: list[int] = index.unique().tolist()
-    return [index, *(tensor.select(dimension, number) for number in numbers)]
-
-
-def _tensors_in(tree: object) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
 def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:

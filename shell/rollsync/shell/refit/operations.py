@@ -1,4 +1,4 @@
-"""Every torch operation that happens in a block, told one by one.
+"""Every torch operation that happens in a block, told one by one, and the tensors it is given.
 
 Rule kept here: nothing about an operation is changed; who is told of one may use torch freely, and
 is told of nothing that this leads to.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 SeeOperation = Callable[[torch._ops.OpOverload, object, object], None]
 SeeCall = Callable[[object, object], None]
@@ -33,6 +34,31 @@ def watched(see_operation: SeeOperation, see_call: SeeCall) -> Iterator[None]:
     """
     with _Calls(see_call), _Operations(see_operation):
         yield
+
+
+def rows_taken(func: torch._ops.OpOverload, arguments: object) -> list[torch.Tensor] | None:
+    """What an operation reads that takes some rows of a tensor by their numbers; None: it does
+    something else."""
+    match arguments:
+        case ((torch.Tensor() as tensor, [torch.Tensor() as index]), _) if (
+            func is torch.ops.aten.index.Tensor
+        ):
+            dimension = 0
+        case ((torch.Tensor() as tensor, int(dimension), torch.Tensor() as index), _) if (
+            func is torch.ops.aten.index_select.default
+        ):
+            pass
+        case _:
+            return None
+    if index.dtype in (torch.bool, torch.uint8):
+        return None
+    numbers: list[int] = index.unique().tolist()
+    return [index, *(tensor.select(dimension, number) for number in numbers)]
+
+
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    """The tensors of an operation's arguments, or of its answer."""
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
 class _Operations(TorchDispatchMode):
