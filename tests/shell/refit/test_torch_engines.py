@@ -15,7 +15,7 @@ import torch
 
 from rollsync.pure.refit.lifecycle import Poisoned, Serving
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
-from rollsync.shell.refit.engines.staged import HOST_LABEL
+from rollsync.shell.refit.engines.metadata import HOST_LABEL
 from rollsync.shell.refit.errors import (
     EngineNotServing,
     EngineOutdated,

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from rollsync.pure.refit.lifecycle import Closed, Poisoned, Serving
-from rollsync.shell.refit.engines.staged import HOST_LABEL
+from rollsync.shell.refit.engines.metadata import HOST_LABEL
 from rollsync.shell.refit.errors import EngineNotServing, EngineStepFailed
 from rollsync.shell.refit.vllm_generation import VllmSyncGenerationWorker
 from rollsync.shell.refit.worker_group import GenerationGroup

@@ -26,7 +26,7 @@ from rollsync.pure.refit.fleet.state import EnginePhase
 from rollsync.shell.cli import main
 from rollsync.shell.cluster import ClusterError, cluster_nodes
 from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained
-from rollsync.shell.refit.engines.staged import HOST_LABEL
+from rollsync.shell.refit.engines.metadata import HOST_LABEL
 from rollsync.shell.rollout.clients import TrainerLost
 from rollsync.shell.run.launch import run_config
 from rollsync.shell.run.placement import connected, placed_workers

@@ -24,7 +24,7 @@ from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_eng
 from rollsync.shell.refit.engines.base import Batch, DeclaringEngine
 from rollsync.shell.refit.engines.conformance_workers import BUCKET_BYTES, same, sample_weights
 from rollsync.shell.refit.engines.errors import TransferError
-from rollsync.shell.refit.engines.staged import HOST_LABEL
+from rollsync.shell.refit.engines.metadata import HOST_LABEL
 from tests.shell.refit.engines.footprint import Footprint
 from tests.shell.refit.engines.moments import BEFORE_IT, NEVER, Death, arrange
 from tests.shell.refit.engines.peers import PROCESSES

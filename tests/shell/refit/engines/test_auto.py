@@ -11,9 +11,9 @@ import pytest
 from rollsync.shell.refit.engines.auto import AutoCheckpointEngine
 from rollsync.shell.refit.engines.conformance_workers import Rollouts, sample_weights
 from rollsync.shell.refit.engines.errors import PeerLost
+from rollsync.shell.refit.engines.metadata import HOST_LABEL, host_identity
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
 from rollsync.shell.refit.engines.packing import StreamPacker
-from rollsync.shell.refit.engines.staged import HOST_LABEL, host_identity
 
 ELSEWHERE = {HOST_LABEL: "elsewhere"}
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from rollsync.shell.refit.engines.conformance import FanOutConformance
-from rollsync.shell.refit.engines.staged import HOST_LABEL
+from rollsync.shell.refit.engines.metadata import HOST_LABEL
 
 
 class TestShm(FanOutConformance):

@@ -17,7 +17,8 @@ from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_eng
 from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
 from rollsync.shell.refit.engines.direct_sending import DirectSender
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerRefused, StreamError
-from rollsync.shell.refit.engines.staged import HOST_LABEL, StagedEngine
+from rollsync.shell.refit.engines.metadata import HOST_LABEL
+from rollsync.shell.refit.engines.staged import StagedEngine
 
 BUCKET_BYTES = 4096
 BACKENDS = ["shm", "nixl", "auto"]

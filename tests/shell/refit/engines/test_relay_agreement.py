@@ -13,8 +13,8 @@ from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.layout import Box, Part, part_name
 from rollsync.shell.refit.engines.conformance_workers import sample_weights
 from rollsync.shell.refit.engines.errors import PeerFailed, TransferError
+from rollsync.shell.refit.engines.metadata import HOST_LABEL
 from rollsync.shell.refit.engines.nixl import NixlCheckpointEngine
-from rollsync.shell.refit.engines.staged import HOST_LABEL
 from rollsync.shell.refit.errors import RefitConfigurationError
 from tests.shell.refit.engines.chains import Chain, Order, Outcome
 from tests.shell.refit.engines.pairs import BUCKET_BYTES, spec_of

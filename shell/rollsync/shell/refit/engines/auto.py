@@ -27,6 +27,7 @@ from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.direct import DirectMemory
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium, check_shared_memory
+from rollsync.shell.refit.engines.metadata import index_of
 from rollsync.shell.refit.engines.nixl import NixlEnd
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
 from rollsync.shell.refit.engines.nixl_memory import RegisteredBuffers
@@ -35,7 +36,6 @@ from rollsync.shell.refit.engines.staged import (
     BUFFERS,
     DEFAULT_TIMEOUT_S,
     StagedEngine,
-    index_of,
 )
 
 
@@ -165,8 +165,8 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
             for each in self._choices
         )
 
-    def _entrance(self) -> Listener | None:
-        return self._on_host if self._is_on_host(self._me.worker.rank) else self._listener
+    def _entrance(self, *, on_host: bool) -> Listener | None:
+        return self._on_host if on_host else self._listener
 
     def _endpoint(self, metadata: Mapping[str, object], rank: int) -> Mapping[str, object]:
         on_host = metadata["on_host"]

@@ -16,12 +16,12 @@ from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.direct import DirectMemory
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.memory import SharedBuffers, SharedMedium, check_shared_memory
+from rollsync.shell.refit.engines.metadata import host_identity
 from rollsync.shell.refit.engines.process_memory import process_memory
 from rollsync.shell.refit.engines.staged import (
     BUFFERS,
     DEFAULT_TIMEOUT_S,
     StagedEngine,
-    host_identity,
 )
 from rollsync.shell.refit.errors import RefitConfigurationError
 

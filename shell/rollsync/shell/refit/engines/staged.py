@@ -15,24 +15,18 @@ the process groups reserve, `finalize` gives back, however far they came.
 
 from __future__ import annotations
 
-import os
-import socket
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
-
-from returns.pipeline import is_successful
 
 from rollsync.pure.refit import (
     PolicyWorker,
     RolloutWorker,
     RoutingTable,
-    Sites,
     TensorSpec,
     check_bucket_bytes,
     describe,
-    plan_routes,
 )
 from rollsync.pure.refit.control import StreamBegins
 from rollsync.pure.refit.layout import Part
@@ -53,6 +47,12 @@ from rollsync.shell.refit.engines.direct_sending import DirectSender
 from rollsync.shell.refit.engines.greeting import Place
 from rollsync.shell.refit.engines.lifelines import HeldLifeline, Lifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
+from rollsync.shell.refit.engines.metadata import (
+    checked_metadata,
+    host_identity,
+    index_of,
+    routes_between,
+)
 from rollsync.shell.refit.engines.opening import Expectation
 from rollsync.shell.refit.engines.receiving import receive_stream
 from rollsync.shell.refit.engines.relaying import Relay
@@ -63,8 +63,25 @@ BUFFERS: Final = 2
 DEFAULT_TIMEOUT_S: Final = 300.0
 LONGEST_STEP_S: Final = 1.0
 """How much longer one is waited for that may be waiting for another; at most a tenth of a wait."""
-HOST_LABEL: Final = "ROLLSYNC_HOST_LABEL"
-"""Workers in whose environment this differs count as on different hosts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Joined:
+    """What a worker knows once its process group is set up.
+
+    Attributes:
+        me: who it is, and how many workers there are.
+        receivers: whom it sends to; none for one that feeds nobody.
+        place: who it is to its own sender; None for a policy worker.
+        sender_timeout_s: how long one wait for that sender may take; 0 for a policy worker.
+        everybody_reads_directly: whether all workers are set to.
+    """
+
+    me: Introduction
+    receivers: tuple[Receiver, ...]
+    place: Place | None
+    sender_timeout_s: float
+    everybody_reads_directly: bool
 
 
 class StagedEngine(DeclaringEngine, DirectEngine):
@@ -107,14 +124,10 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._memory: SenderMemory | None = None
         self._medium: ReceiverMedium | None = None
         self._relay = relay
-        self._me = Introduction(worker=PolicyWorker(0), train_world_size=0, rollout_world_size=0)
-        self._sender: Worker = PolicyWorker(0)
-        self._sender_timeout_s = 0.0
-        self._receivers: tuple[Receiver, ...] = ()
+        self._joined: _Joined | None = None
         self._expectation = Expectation()
         self._comes_in_parts = False
         self._direct = direct
-        self._peers_read_directly = False
         self._destinations: Destinations | None = None
 
     @abstractmethod
@@ -208,8 +221,8 @@ class StagedEngine(DeclaringEngine, DirectEngine):
     ) -> None:
         """Find this worker's rollout workers, and reserve the buffers if there are any."""
         workers = self._checked(metadata, train_world_size, rollout_world_size)
-        self._join(PolicyWorker(worker_rank), workers, train_world_size)
-        if self._receivers and self._memory is None:
+        joined = self._join(PolicyWorker(worker_rank), workers, train_world_size)
+        if joined.receivers and self._memory is None:
             self._memory = self._reserve()
 
     def init_rollout_process_group(
@@ -223,37 +236,50 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         """Learn who this worker is and who sends to it, to check the sender's greeting against;
         find the workers that it relays to, if there are any; get ready to read."""
         workers = self._checked(metadata, train_world_size, rollout_world_size)
-        table = self._join(RolloutWorker(rollout_rank), workers, train_world_size)
-        self._sender = table.sender_to(rollout_rank)
-        self._sender_timeout_s = self._patience_s(table.patience_with_sender(rollout_rank))
+        joined = self._join(RolloutWorker(rollout_rank), workers, train_world_size)
         if self._medium is None:
             self._medium = self._reader()
         if self._feeder is not None:
             self._feeder.close()
-        feeder = workers[index_of(self._sender, train_world_size)]
-        self._feeder = HeldLifeline(str(feeder["lifeline"]))
+        if joined.place is not None:
+            feeder = workers[index_of(joined.place.sender, train_world_size)]
+            self._feeder = HeldLifeline(str(feeder["lifeline"]))
 
     def _join(
         self, me: Worker, workers: Sequence[Mapping[str, object]], train_world_size: int
-    ) -> RoutingTable:
+    ) -> _Joined:
         """Take this worker's part in the routes of all."""
         rollout_world_size = len(workers) - train_world_size
-        self._me = Introduction(
-            worker=me, train_world_size=train_world_size, rollout_world_size=rollout_world_size
-        )
-        table = _routes(workers, train_world_size, relay=self._relay)
+        table = routes_between(workers, train_world_size, relay=self._relay)
         self._take_routes(me, table, workers)
-        self._receivers = tuple(
-            _receiver(
-                rank,
-                self._endpoint(workers[train_world_size + rank], rank),
-                self._patience_s(table.patience_with_receiver(rank)),
-                on_host=self._is_on_host(rank),
+        place, sender_timeout_s = None, 0.0
+        if isinstance(me, RolloutWorker):
+            place = Place(
+                sender=table.sender_to(me.rank),
+                rollout_rank=me.rank,
+                train_world_size=train_world_size,
+                rollout_world_size=rollout_world_size,
+                on_host=self._is_on_host(me.rank),
             )
-            for rank in table.receivers_of(me)
+            sender_timeout_s = self._patience_s(table.patience_with_sender(me.rank))
+        joined = self._joined = _Joined(
+            me=Introduction(
+                worker=me, train_world_size=train_world_size, rollout_world_size=rollout_world_size
+            ),
+            receivers=tuple(
+                _receiver(
+                    rank,
+                    self._endpoint(workers[train_world_size + rank], rank),
+                    self._patience_s(table.patience_with_receiver(rank)),
+                    on_host=self._is_on_host(rank),
+                )
+                for rank in table.receivers_of(me)
+            ),
+            place=place,
+            sender_timeout_s=sender_timeout_s,
+            everybody_reads_directly=all(worker["direct"] is True for worker in workers),
         )
-        self._peers_read_directly = all(worker["direct"] is True for worker in workers)
-        return table
+        return joined
 
     def _patience_s(self, steps: int) -> float:
         return self._timeout_s + steps * min(LONGEST_STEP_S, self._timeout_s / 10)
@@ -265,7 +291,8 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             TransferError: a receiver failed, is gone, or did not answer in time.
             StreamError: the stream itself cannot be sent.
         """
-        if not self._receivers:
+        joined = self._joined
+        if joined is None or not joined.receivers:
             for _ in weights:
                 # Making the weights may be a collective that every rank has to join.
                 pass
@@ -274,17 +301,17 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             raise _not_ready("prepare and init_policy_process_group")
         stream = SendingStream(
             self._memory,
-            me=self._me,
+            me=joined.me,
             checksum=self._checksum,
             declaration=self._expectation.declaration,
-            direct=self._direct_sender(),
+            direct=self._direct_sender(joined),
         )
         if self._direct is None:
-            await stream.send(self._receivers, weights)
+            await stream.send(joined.receivers, weights)
             return
         failed = True
         try:
-            await stream.send(self._receivers, weights)
+            await stream.send(joined.receivers, weights)
             failed = False
         finally:
             self._direct.withdraw(failed=failed)
@@ -296,37 +323,30 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             TransferError: the sender failed, is gone, or did not answer in time.
             StreamError: the stream breaks the packing rules.
         """
-        listener, feeder, medium = self._entrance(), self._feeder, self._medium
-        if listener is None or feeder is None or medium is None:
+        joined, feeder, medium = self._joined, self._feeder, self._medium
+        place = None if joined is None else joined.place
+        if joined is None or place is None or feeder is None or medium is None:
+            raise _not_ready("prepare and init_rollout_process_group")
+        listener = self._entrance(on_host=place.on_host)
+        if listener is None:
             raise _not_ready("prepare and init_rollout_process_group")
         return ReceivedBatches(
             lambda stop: receive_stream(
                 listener,
                 feeder,
                 medium,
-                place=Place(
-                    sender=self._sender,
-                    rollout_rank=self._me.worker.rank,
-                    train_world_size=self._me.train_world_size,
-                    rollout_world_size=self._me.rollout_world_size,
-                    on_host=self._is_on_host(self._me.worker.rank),
-                ),
+                place=place,
                 expectation=self._expectation,
                 on_begin=self._note_begin,
-                timeout_s=self._sender_timeout_s,
+                timeout_s=joined.sender_timeout_s,
                 stop=stop,
-                direct=self._direct_reader(),
-                relay=self._relaying(medium),
+                direct=self._direct_reader(joined),
+                relay=_relaying(joined, medium),
             )
         )
 
-    def _relaying(self, medium: ReceiverMedium) -> Relay | None:
-        if not self._receivers or medium.own is None:
-            return None
-        return Relay(medium.own, self._me, self._receivers)
-
-    def _direct_sender(self) -> DirectSender | None:
-        if self._direct is None or not self._peers_read_directly:
+    def _direct_sender(self, joined: _Joined) -> DirectSender | None:
+        if self._direct is None or not joined.everybody_reads_directly:
             return None
         return DirectSender(
             self._direct,
@@ -334,8 +354,8 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             checksum=self._checksum,
         )
 
-    def _direct_reader(self) -> DirectReader | None:
-        if self._direct is None or not self._peers_read_directly:
+    def _direct_reader(self, joined: _Joined) -> DirectReader | None:
+        if self._direct is None or not joined.everybody_reads_directly:
             return None
         return DirectReader(self._direct, self._destinations, self._checksum)
 
@@ -353,7 +373,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         if self._direct is not None:
             self._direct.release()
         self._release_memory()
-        self._receivers = ()
+        self._joined = None
         self._destinations = None
 
     def _release_memory(self) -> None:
@@ -376,8 +396,8 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             workers: every worker's metadata, policy workers first.
         """
 
-    def _entrance(self) -> Listener | None:
-        """Where this worker's sender comes in."""
+    def _entrance(self, *, on_host: bool) -> Listener | None:
+        """Where this worker's sender comes in, over the host's memory or over the network."""
         return self._listener
 
     def _endpoint(self, metadata: Mapping[str, object], rank: int) -> Mapping[str, object]:
@@ -388,66 +408,16 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self, metadata: Sequence[object], train_world_size: int, rollout_world_size: int
     ) -> list[Mapping[str, object]]:
         """The workers' metadata, if all of them answered as this engine does."""
-        expected = train_world_size + rollout_world_size
-        if len(metadata) != expected:
-            raise RefitConfigurationError(
-                f"{len(metadata)} workers answered, {expected} are expected"
-                f" ({train_world_size} policy and {rollout_world_size} rollout workers)",
-                remedy="give the world sizes of the workers that run",
-            )
-        workers: list[Mapping[str, object]] = []
-        for index, item in enumerate(metadata):
-            if not isinstance(item, Mapping) or item.get("backend") != self.backend:
-                raise RefitConfigurationError(
-                    f"worker {index} of the metadata does not run the {self.backend} engine",
-                    remedy="configure the same checkpoint engine on every worker",
-                )
-            if bool(item.get("relay")) != self._relay:
-                raise RefitConfigurationError(
-                    f"worker {index} of the metadata has relay: {item.get('relay')}, this worker"
-                    f" {self._relay}",
-                    remedy="give every worker the same engine_kwargs",
-                )
-            self._check_peer(index, item)
-            workers.append(item)
+        workers = checked_metadata(
+            metadata,
+            backend=self.backend,
+            relay=self._relay,
+            train_world_size=train_world_size,
+            rollout_world_size=rollout_world_size,
+        )
+        for index, worker in enumerate(workers):
+            self._check_peer(index, worker)
         return workers
-
-
-def host_identity() -> str:
-    """What only processes that can share memory have in common: a kernel, and the name space that
-    its sockets are in. `HOST_LABEL` in the environment tells apart what these do not."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    found = f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    label = os.environ.get(HOST_LABEL)
-    return f"{found}/{label}" if label else found
-
-
-def index_of(worker: Worker, train_world_size: int) -> int:
-    """Where a worker's metadata is among those of all, policy workers first."""
-    return worker.rank + (0 if isinstance(worker, PolicyWorker) else train_world_size)
-
-
-def _routes(
-    workers: Sequence[Mapping[str, object]], train_world_size: int, *, relay: bool
-) -> RoutingTable:
-    """The routes of all workers, from their metadata."""
-    policy, rollout = workers[:train_world_size], workers[train_world_size:]
-    sites = Sites(
-        policy_hosts=tuple(str(worker["host"]) for worker in policy),
-        rollout_hosts=tuple(str(worker["host"]) for worker in rollout),
-        # Workers of one rank in equal engines keep the same part of the weights.
-        rollout_shards=tuple(_rank_in_engine(worker) for worker in rollout),
-    )
-    routed = plan_routes(len(policy), len(rollout), sites if relay else None)
-    if not is_successful(routed):
-        raise RefitConfigurationError(describe(routed.failure()), error=routed.failure())
-    return routed.unwrap()
-
-
-def _rank_in_engine(worker: Mapping[str, object]) -> int:
-    rank = worker.get("rank", 0)
-    return rank if isinstance(rank, int) else 0
 
 
 def _receiver(
@@ -460,6 +430,12 @@ def _receiver(
         timeout_s=timeout_s,
         on_host=on_host,
     )
+
+
+def _relaying(joined: _Joined, medium: ReceiverMedium) -> Relay | None:
+    if not joined.receivers or medium.own is None:
+        return None
+    return Relay(medium.own, joined.me, joined.receivers)
 
 
 def _not_ready(missing: str) -> RefitConfigurationError:
