@@ -8,13 +8,13 @@ from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost, TransferTi
 from rollsync.shell.refit.errors import EngineStepFailed
 from rollsync.shell.refit.step_answers import RankAnswer, RankDone, rank_failed, values_of
 
-LOST = PeerLost("gone", rank="rollout 0", stage="received")
-HEARD = PeerFailed("another one failed", rank="rollout 1", stage="received")
+LOST = PeerLost("gone", worker="rollout 0", stage="received")
+HEARD = PeerFailed("another one failed", worker="rollout 1", stage="received")
 BY_ITSELF = OSError("no memory")
 
 
 def late(waited_for: str) -> TransferTimeout:
-    error = TransferTimeout("nothing came", rank="rollout 0", stage="received")
+    error = TransferTimeout("nothing came", worker="rollout 0", stage="received")
     error.waited_for = waited_for
     return error
 
