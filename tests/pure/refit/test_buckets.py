@@ -18,7 +18,9 @@ from rollsync.pure.refit import (
     Cursor,
     Placement,
     TensorSpec,
+    chunk_after,
     describe,
+    place_first,
     place_tensor,
     plan_buckets,
 )
@@ -129,6 +131,27 @@ def test_the_plan_is_the_fold_of_the_one_tensor_step(
     assert cursor == (
         Cursor(len(plan.filled_bytes) - 1, plan.filled_bytes[-1]) if specs else Cursor()
     )
+
+
+@given(streams(), BUCKET_BYTES)
+def test_the_chunks_of_a_tensor_can_be_had_one_by_one(
+    specs: list[TensorSpec], bucket_bytes: int
+) -> None:
+    cursor = Cursor()
+    for spec, placement in zip(specs, planned(specs, bucket_bytes).placements, strict=True):
+        cursor, first = place_first(cursor, spec, bucket_bytes)
+        following: Chunk | None = first
+        for expected in placement.chunks:
+            assert following == expected
+            following = chunk_after(expected, spec.tensor_bytes, bucket_bytes)
+        assert following is None
+
+
+def test_where_a_tensor_begins_and_ends_is_found_without_its_chunks() -> None:
+    spec = TensorSpec("huge", (2**62,), "uint8")
+    after, chunk = place_first(Cursor(3, 256), spec, 512)
+    assert chunk == Chunk(3, 256, 0, 256)
+    assert after == Cursor(3 + 2**53, 256)
 
 
 @given(streams(), streams(), BUCKET_BYTES)

@@ -158,23 +158,41 @@ def place_tensor(
         spec: The tensor, one that `check_tensor` finds nothing wrong with.
         bucket_bytes: Size of a bucket, one that `check_bucket_bytes` finds nothing wrong with.
     """
-    left = math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+    after, chunk = place_first(cursor, spec, bucket_bytes)
+    if after.bucket == chunk.bucket:
+        return after, (chunk,)
+    chunks = [chunk]
+    size = spec.tensor_bytes
+    following = chunk_after(chunk, size, bucket_bytes)
+    while following is not None:
+        chunks.append(following)
+        following = chunk_after(following, size, bucket_bytes)
+    return after, tuple(chunks)
+
+
+def place_first(cursor: Cursor, spec: TensorSpec, bucket_bytes: int) -> tuple[Cursor, Chunk]:
+    """`place_tensor` without all chunks but the first: its time does not grow with the tensor.
+
+    The others follow one by one with `chunk_after`.
+    """
+    size = math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
     bucket = cursor.bucket
     offset = cursor.filled_bytes + -cursor.filled_bytes % ALIGNMENT_BYTES
-    if left and offset == bucket_bytes:
+    if size and offset == bucket_bytes:
         bucket, offset = bucket + 1, 0
-    if offset + left <= bucket_bytes:
-        return Cursor(bucket, offset + left), (Chunk(bucket, offset, 0, left),)
-    chunks: list[Chunk] = []
-    chunk_offset = 0
-    while True:
-        chunk_bytes = min(left, bucket_bytes - offset)
-        chunks.append(Chunk(bucket, offset, chunk_offset, chunk_bytes))
-        left -= chunk_bytes
-        if not left:
-            return Cursor(bucket, offset + chunk_bytes), tuple(chunks)
-        chunk_offset += chunk_bytes
-        bucket, offset = bucket + 1, 0
+    end = offset + size
+    if end <= bucket_bytes:
+        return Cursor(bucket, end), Chunk(bucket, offset, 0, size)
+    full, rest = divmod(end - 1, bucket_bytes)
+    return Cursor(bucket + full, rest + 1), Chunk(bucket, offset, 0, bucket_bytes - offset)
+
+
+def chunk_after(chunk: Chunk, tensor_bytes: int, bucket_bytes: int) -> Chunk | None:
+    """The chunk that follows one of a tensor of `tensor_bytes`; None after the last."""
+    chunk_offset = chunk.chunk_offset + chunk.chunk_bytes
+    if chunk_offset == tensor_bytes:
+        return None
+    return Chunk(chunk.bucket + 1, 0, chunk_offset, min(tensor_bytes - chunk_offset, bucket_bytes))
 
 
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Result[BucketPlan, PlanError]:

@@ -194,6 +194,15 @@ def test_parts_that_break_the_packing_rules_are_refused() -> None:
             take_all(parts)
 
 
+@pytest.mark.parametrize("shape", [(2**61,), (2**62, 4), (0, 2**62, 2**62)])
+def test_what_an_announcement_costs_does_not_grow_with_the_tensor_that_it_names(
+    shape: tuple[int, ...],
+) -> None:
+    huge = Piece(name="huge", shape=shape, dtype="uint8", offset=0, chunk_offset=0, chunk_bytes=512)
+    with pytest.raises(StreamError, match="huge"):
+        take_all([filled(0, 0, 512, [huge])])
+
+
 def take_all(parts: list[BucketFilled]) -> None:
     """Let a receiver with buckets of 512 bytes have them."""
     unpacker = StreamUnpacker(StreamRing(buffers_of(512), 0, 512), Assembly())

@@ -4,13 +4,15 @@ A part of a bucket is looked at twice. When it is announced, it is found out wha
 where that will lie; when it has come, that is checked, put together and handed out.
 
 Rules kept here: an announcement is checked against the packing rules (order, offsets, coverage)
-before any byte of it is read; and one tensor at a time has the memory in which those are put
+before any byte of it is read, in a time that grows with the announcement and not with the tensor
+that it is of; and one tensor at a time has the memory in which those are put
 together that the ring cannot hold, until the batch with it is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import xxhash
@@ -21,14 +23,18 @@ from rollsync.pure.refit import (
     Cursor,
     TensorSpec,
     check_tensor,
+    chunk_after,
     describe,
-    place_tensor,
+    place_first,
 )
 from rollsync.pure.refit.control import BucketFilled, Piece
 from rollsync.shell.refit.engines.base import Batch
 from rollsync.shell.refit.engines.errors import StreamError
 from rollsync.shell.refit.engines.packing import SLICE_BYTES, take_name
 from rollsync.shell.refit.engines.rings import Assembly, StreamRing
+
+_MOST_BYTES: Final = 2**63 - 1
+"""What torch counts the bytes of a tensor with goes no further."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -48,23 +54,31 @@ class Incoming:
 
     Args:
         spec: what it is.
-        chunks: the pieces that it is cut into.
+        chunk: the first of the pieces that it is cut into.
+        bucket_bytes: size of a bucket.
         start: the position of its first byte.
         size: bytes of it.
         stays: whether it is left in the ring until it is whole.
     """
 
-    __slots__ = ("_announced", "_chunks", "size", "spec", "start", "stays")
+    __slots__ = ("_bucket_bytes", "_next", "size", "spec", "start", "stays")
 
     def __init__(
-        self, spec: TensorSpec, chunks: tuple[Chunk, ...], start: int, size: int, *, stays: bool
+        self,
+        spec: TensorSpec,
+        chunk: Chunk,
+        bucket_bytes: int,
+        start: int,
+        size: int,
+        *,
+        stays: bool,
     ) -> None:
         self.spec = spec
         self.start = start
         self.size = size
         self.stays = stays
-        self._chunks = chunks
-        self._announced = 0
+        self._next: Chunk | None = chunk
+        self._bucket_bytes = bucket_bytes
 
     @property
     def end(self) -> int:
@@ -73,10 +87,10 @@ class Incoming:
 
     def expects(self, bucket: int, piece: Piece) -> bool:
         """Whether `piece` is the next chunk of this tensor; if so, it is taken for announced."""
-        if self._announced == len(self._chunks):
+        chunk, spec = self._next, self.spec
+        if chunk is None:
             return False
-        chunk, spec = self._chunks[self._announced], self.spec
-        self._announced += 1
+        self._next = chunk_after(chunk, self.size, self._bucket_bytes)
         return (
             chunk.bucket == bucket
             and chunk.offset == piece.offset
@@ -89,7 +103,7 @@ class Incoming:
 
     def is_whole(self, end: int) -> bool:
         """Whether all of it was announced and lies before `end`."""
-        return self._announced == len(self._chunks) and self.start + self.size <= end
+        return self._next is None and self.start + self.size <= end
 
 
 class Stretch:
@@ -251,13 +265,15 @@ class StreamUnpacker:
         mistake = check_tensor(spec, self._names)
         if mistake is not None:
             raise StreamError(describe(mistake))
+        _check_size(spec)
         self.check_complete()
         self._names.add(piece.name)
-        self._cursor, chunks = place_tensor(self._cursor, spec, self._bucket_bytes)
-        start = self._ring.ring.position(chunks[0].bucket, chunks[0].offset)
-        size = piece.chunk_bytes if len(chunks) == 1 else spec.tensor_bytes
-        stays = len(chunks) == 1 or self._ring.ring.holds(start, size)
-        self._unfinished = Incoming(spec, chunks, start, size, stays=stays)
+        self._cursor, chunk = place_first(self._cursor, spec, self._bucket_bytes)
+        start = self._ring.ring.position(chunk.bucket, chunk.offset)
+        is_one = self._cursor.bucket == chunk.bucket
+        size = chunk.chunk_bytes if is_one else spec.tensor_bytes
+        stays = is_one or self._ring.ring.holds(start, size)
+        self._unfinished = Incoming(spec, chunk, self._bucket_bytes, start, size, stays=stays)
 
     def _finish(self, expected: Expected, further: dict[str, list[str]]) -> None:
         """Note that the tensor that is under way is whole if all of it lies in the part."""
@@ -278,7 +294,14 @@ class StreamUnpacker:
         """Whether the memory for putting together is this tensor's, now if not before."""
         if self._assembled is None:
             self._assembled = tensor
-            self._assembly.reserve(tensor.size, self._ring.device)
+            try:
+                self._assembly.reserve(tensor.size, self._ring.device)
+            except (MemoryError, OSError, RuntimeError) as error:
+                raise StreamError(
+                    f"tensor {tensor.spec.name!r}: there is no memory to put its"
+                    f" {tensor.size} bytes together in",
+                    remedy="make the buckets larger, or leave this worker more memory",
+                ) from error
         return self._assembled is tensor
 
     def _bytes(self, stretch: Stretch) -> memoryview:
@@ -295,6 +318,18 @@ class StreamUnpacker:
         if tensor.stays:
             return self._ring.tensor(dtype, shape, tensor.start, tensor.size)
         return self._assembly.memory[: tensor.size].view(dtype).view(shape)
+
+
+def _check_size(spec: TensorSpec) -> None:
+    """Raise `StreamError` if torch cannot have a tensor of this shape, even without elements."""
+    size = DTYPE_BYTES[spec.dtype]
+    for length in spec.shape:
+        size *= max(length, 1)
+        if size > _MOST_BYTES:
+            raise StreamError(
+                f"tensor {spec.name!r} has more bytes than a tensor can have",
+                remedy="run the same rollsync on both sides",
+            )
 
 
 def _divide(expected: Expected, tensors: Sequence[Incoming]) -> None:
