@@ -30,15 +30,16 @@ def test_wrong_engine_options_are_found_before_ray_is(
     assert not Path(config.run.directory).exists()
 
 
+@pytest.mark.parametrize("command", ["check-cluster", "run"])
 def test_a_missing_model_is_found_before_ray_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = replace(
         small_config(tmp_path / "run", tmp_path / "nowhere"),
         cluster=ClusterConfig(address="127.0.0.1:1"),
     )
-    assert main(["check-cluster", write_file(config)]) == 2
-    assert "model.path: there is no model in" in capsys.readouterr().err
+    assert main([command, write_file(config)]) == 2
+    assert f"model.path: {tmp_path / 'nowhere'}: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

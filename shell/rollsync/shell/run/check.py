@@ -29,6 +29,7 @@ from rollsync.shell.refit.report import SyncReport
 from rollsync.shell.refit.weights import checkpoint_weights, declare_weights
 from rollsync.shell.refit.worker_group import Actor, GenerationGroup, PolicyGroup, call_remote
 from rollsync.shell.run.actors import start_engine
+from rollsync.shell.run.model_directory import check_model_directory
 from rollsync.shell.run.placement import WorkerPlacement, connected, placed_workers
 
 _SYNCS = 2
@@ -179,11 +180,12 @@ def _check_settings(config: MasterConfig) -> None:
     """Refuse what no worker could work with, before any is started."""
     check_options(config.checkpoint_engine)
     path = config.model.path
+    check_model_directory(path)
     try:
         AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path: there is no model in {path}: {str(error).splitlines()[0]}",
+            f"model.path: config.json in {path} describes no model: {str(error).splitlines()[0]}",
             remedy="give a directory in Hugging Face's format",
             paths=("model.path",),
         ) from error

@@ -31,6 +31,7 @@ from rollsync.shell.run.actors import start_engine, start_policy
 from rollsync.shell.run.clients import make_clients, noted
 from rollsync.shell.run.fleet import EngineFleet
 from rollsync.shell.run.model_digest import with_model_digest
+from rollsync.shell.run.model_directory import check_model_directory
 from rollsync.shell.run.placement import WorkerPlacement, connected, placed_workers
 from rollsync.shell.run.planes import running_plane
 from rollsync.shell.run.saved import JOURNAL, write_config
@@ -82,6 +83,7 @@ def opened_run(
     sampler = load_sampler(config)
     dataset = ReasoningGymDataset(config.data)
     # Before the tokenizer, for which transformers would ask a hub again and again.
+    check_model_directory(config.model.path)
     config = with_model_digest(config)
     tokenizer = PolicyTokenizer(config.model.path)
     directory = Path(config.run.directory)

@@ -8,12 +8,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollsync.shell.config import ConfigError
 
+_ANY_TEXT = "What is 1 + 1?"
+"""Whatever a tokenizer was made for, some of this is in its vocabulary."""
+
 
 class PolicyTokenizer:
     """The policy's tokenizer, as the rollout pump uses it.
 
     Args:
         path: directory of the model.
+
+    Raises:
+        ConfigError: there is no tokenizer, or none that a run can use.
     """
 
     def __init__(self, path: str) -> None:
@@ -25,6 +31,15 @@ class PolicyTokenizer:
                 remedy="give a directory in Hugging Face's format, with its tokenizer",
                 paths=("model.path",),
             ) from error
+        # Without its files, some models' tokenizers are made all the same, with no vocabulary.
+        if set(self.encode(_ANY_TEXT)) <= set(self._tokenizer.all_special_ids):
+            raise ConfigError(
+                f"model.path: there is no tokenizer in {path}, or one without a vocabulary: it"
+                f" makes no tokens of {_ANY_TEXT!r}",
+                remedy="put the tokenizer's files there (tokenizer.json or the like), as its"
+                " `save_pretrained` does",
+                paths=("model.path",),
+            )
         end = self._tokenizer.eos_token_id
         if not isinstance(end, int):
             raise ConfigError(
