@@ -51,7 +51,7 @@ class EngineSlot:
         self._options = options
 
     def prepare(self, rank: int) -> object:
-        """Gets the engine ready to be reached; answers its metadata, a mapping with `rank` added."""
+        """Makes the engine reachable; answers its metadata, a mapping with `rank` added."""
         metadata: object = self.engine.prepare()
         return {**metadata, "rank": rank} if isinstance(metadata, dict) else metadata
 

@@ -33,7 +33,7 @@ class RefitSender:
         self._slot.init(backend, bucket_size_bytes, engine_kwargs)
 
     def prepare(self) -> object:
-        """Gets the engine ready to be reached; answers its metadata, a mapping with the rank added."""
+        """Makes the engine reachable; answers its metadata, a mapping with the rank added."""
         return self._slot.prepare(self._rank)
 
     def init_process_group(

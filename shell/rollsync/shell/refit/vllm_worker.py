@@ -57,7 +57,7 @@ class RefitWorkerExtension:
         self._refit().init(backend, bucket_size_bytes, dict(engine_kwargs))
 
     def prepare_checkpoint_engine(self) -> object:
-        """Gets the engine ready to be reached; answers its metadata with this worker's rank."""
+        """Makes the engine reachable; answers its metadata with this worker's rank."""
         return self._refit().prepare()
 
     def init_checkpoint_engine_process_group(
