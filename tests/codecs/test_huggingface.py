@@ -106,11 +106,48 @@ def test_a_header_is_read_in_the_order_of_the_bytes() -> None:
         {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": []},
         {"dtype": "F32", "shape": [], "data_offsets": [0]},
+        {"dtype": "F32", "shape": [], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [], "data_offsets": [4, 8]},
+        {"dtype": "F32", "shape": [], "data_offsets": [4, 0]},
+        {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 2**126]},
+        {"dtype": "F32", "shape": [2**62] * 50_000, "data_offsets": [0, 4]},
         [],
     ],
 )
 def test_a_header_with_a_malformed_entry_is_refused(entry: object) -> None:
     assert describe(read_header(encoded({"t": entry})).failure())
+
+
+def test_tensors_without_bytes_lie_where_the_next_one_does() -> None:
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    full = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
+    last = {"dtype": "F32", "shape": [3, 0], "data_offsets": [4, 4]}
+    header = {"z": last, "a": full, "c": empty, "b": empty}
+    specs = read_header(encoded(header)).unwrap()
+    assert [spec.name for spec in specs] == ["b", "c", "a", "z"]
+
+
+def test_tensors_that_lie_on_each_other_or_leave_a_hole_are_refused() -> None:
+    first = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
+    for begin in (0, 8):
+        second = {"dtype": "F32", "shape": [], "data_offsets": [begin, begin + 4]}
+        error = read_header(encoded({"first": first, "second": second})).failure()
+        assert "'second' does not begin" in describe(error)
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    entry = b'{"dtype":"F32","shape":[],"data_offsets":[0,4]}'
+    twice = b'{"a":%s,"a":%s}' % (entry, entry)
+    assert "'a' comes twice" in describe(read_header(twice).failure())
+    assert "'shape' comes twice" in describe(
+        read_header(b'{"a":%s}' % entry.replace(b'"shape"', b'"shape":[],"shape"')).failure()
+    )
+    index = b'{"weight_map":{"a":"1","a":"2"}}'
+    assert "'a' comes twice" in describe(read_index(index).failure())
+
+
+def test_an_index_of_nothing_is_refused() -> None:
+    assert "no tensor" in describe(read_index(encoded({"weight_map": {}})).failure())
 
 
 def test_an_index_gives_its_files_once() -> None:
@@ -119,7 +156,7 @@ def test_an_index_gives_its_files_once() -> None:
     assert read_index(encoded(index)).unwrap() == ("1.safetensors", "2.safetensors")
 
 
-@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a\\b", "", ".", ".."])
+@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a\\b", "", ".", "..", "a\0b"])
 def test_an_index_names_no_file_outside_its_directory(file: str) -> None:
     error = read_index(encoded({"weight_map": {"a": file}})).failure()
     assert repr(file) in describe(error)

@@ -13,7 +13,7 @@ from returns.pipeline import is_successful
 
 from rollsync.codecs.refit import huggingface
 from rollsync.pure.refit import RefitErrorValue, TensorSpec, describe
-from rollsync.pure.refit.errors import ShapesError
+from rollsync.pure.refit.errors import HeaderMalformed, ShapesError
 from rollsync.pure.refit.model_shapes import HuggingFaceConfig, kv_heads_of, model_tensors
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.files import UnreadableFile
@@ -98,6 +98,8 @@ def _from_index(index: Path) -> ModelFiles:
 
 def _from_headers(files: list[Path], read_from: str) -> ModelFiles:
     tensors = tuple(spec for file in files for spec in _read_header(file))
+    if not tensors:
+        raise _refused(read_from, HeaderMalformed(why="it names no tensor"))
     beside = files[0].parent / "config.json" if files else Path("config.json")
     if not beside.exists():
         return ModelFiles(read_from=read_from, tensors=tensors, kv_heads=None)
@@ -140,6 +142,9 @@ def _read_header(path: Path) -> tuple[TensorSpec, ...]:
             if not is_successful(length):
                 raise _refused(path, length.failure())
             data = file.read(length.unwrap())
+            if len(data) < length.unwrap():
+                why = f"it should have {length.unwrap()} bytes, and the file ends after {len(data)}"
+                raise _refused(path, HeaderMalformed(why=why))
     except OSError as error:
         raise UnreadableFile(f"{path}: {error.strerror}", remedy=_GIVE) from error
     specs = huggingface.read_header(data)
@@ -148,5 +153,5 @@ def _read_header(path: Path) -> tuple[TensorSpec, ...]:
     return specs.unwrap()
 
 
-def _refused(path: Path, error: ShapesError) -> PlanRefused:
+def _refused(path: Path | str, error: ShapesError) -> PlanRefused:
     return PlanRefused(f"{path}: {describe(error)}", remedy=_GIVE, error=error)
