@@ -10,21 +10,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from rollsync.pure.config import RetentionConfig
+from rollsync.pure.config import CheckpointingConfig, RetentionConfig, RunConfig
 from rollsync.pure.snapshot.manifest import MANIFEST_FILE
 from rollsync.pure.snapshot.places import ANCHOR_FILE, LOCK_FILE
 from rollsync.shell.cli import main
+from rollsync.shell.run.saved import CONFIG, write_config
 from rollsync.shell.store import RealFileSystem, collect, examine
-from tests.shell.store.kit import STATE, chosen_save, save_checkpoint, save_snapshot, store_at
+from tests.shell.store.kit import (
+    STATE,
+    chosen_save,
+    config,
+    save_checkpoint,
+    save_snapshot,
+    store_at,
+)
 
 Capture = pytest.CaptureFixture[str]
+
+
+def configure(root: Path, retention: RetentionConfig) -> None:
+    """Note in the run directory how much the run keeps."""
+    checkpointing = CheckpointingConfig(retention=retention)
+    write_config(replace(config(), run=RunConfig(directory=str(root)), checkpointing=checkpointing))
 
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     """Snapshot 1, checkpoint 2, snapshots 3, 4 and 5 under it."""
     root = tmp_path / "run"
+    configure(root, RetentionConfig())
     store = store_at(root)
     save_snapshot(store, 0, 1, b"rows a")
     save_checkpoint(store, 1, 2, b"rows b")
@@ -92,7 +108,7 @@ def test_what_may_be_large_is_read_once(run_directory: Path) -> None:
     large = {
         path
         for path in run_directory.rglob("*")
-        if path.is_file() and path.name not in (MANIFEST_FILE, ANCHOR_FILE, LOCK_FILE)
+        if path.is_file() and path.name not in (MANIFEST_FILE, ANCHOR_FILE, LOCK_FILE, CONFIG)
     }
     examining, collecting = Counting(), Counting()
     assert examine(run_directory, examining).is_whole
@@ -123,9 +139,54 @@ def test_a_bundle_of_another_run_is_a_problem(
 def test_no_run_directory_is_said(tmp_path: Path, command: str, capsys: Capture) -> None:
     assert main([command, str(tmp_path / "nothing")]) == 2
     assert "cannot be listed" in capsys.readouterr().err
-    if command == "verify":
-        assert main([command, str(tmp_path)]) == 2
-        assert "no run has saved anything here" in capsys.readouterr().err
+    assert main([command, str(tmp_path)]) == 2
+    assert "no run has saved anything here" in capsys.readouterr().err
+
+
+def test_gc_leaves_what_is_only_called_like_a_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / f"step_00000{step}").mkdir()
+        (tmp_path / f"step_00000{step}" / "weights").write_bytes(b"mine")
+    before = everything(tmp_path)
+    assert main(["gc", str(tmp_path), "--trainer-checkpoints=1"]) == 2
+    assert "no run has saved anything here" in capsys.readouterr().err
+    assert everything(tmp_path) == before
+
+
+def test_gc_keeps_what_the_run_keeps(run_directory: Path, capsys: Capture) -> None:
+    """Snapshots 3, 4 and 5 lie under the checkpoint; two of them are what stays by default."""
+    configure(run_directory, RetentionConfig(trainer_checkpoints=3, snapshots_per_checkpoint=3))
+    before = everything(run_directory)
+    assert main(["gc", str(run_directory)]) == 0
+    text = capsys.readouterr().out
+    assert "trainer_checkpoints 3 (config.json), snapshots_per_checkpoint 3 (config.json)" in text
+    assert everything(run_directory) == before
+    assert main(["gc", "--snapshots-per-checkpoint=1", str(run_directory)]) == 0
+    text = capsys.readouterr().out
+    assert "trainer_checkpoints 3 (config.json), snapshots_per_checkpoint 1 (command line)" in text
+    assert not (run_directory / "step_000001" / "snapshots" / "000002").exists()
+    assert (run_directory / "bootstrap" / "snapshots" / "000001").exists()
+
+
+@pytest.mark.parametrize("content", [None, b"checkpointing: 7", b"\xff"])
+def test_without_a_configuration_gc_has_to_be_told_how_much_stays(
+    content: bytes | None, run_directory: Path, capsys: Capture
+) -> None:
+    (run_directory / CONFIG).unlink()
+    if content is not None:
+        (run_directory / CONFIG).write_bytes(content)
+    before = everything(run_directory)
+    for given in ([], ["--trainer-checkpoints=1"], ["--snapshots-per-checkpoint=1"]):
+        assert main(["gc", str(run_directory), *given]) == 2
+        error = capsys.readouterr().err
+        assert "how much the run keeps is not known" in error
+        assert CONFIG in error
+        assert "--trainer-checkpoints and --snapshots-per-checkpoint" in error
+    assert everything(run_directory) == before
+    both = ["--trainer-checkpoints=1", "--snapshots-per-checkpoint=1"]
+    assert main(["gc", str(run_directory), *both]) == 0
+    assert "trainer_checkpoints 1 (command line)" in capsys.readouterr().out
+    assert chosen_save(store_at(run_directory)) == 5
 
 
 def test_gc_says_and_does_the_same(run_directory: Path, capsys: Capture) -> None:
@@ -140,8 +201,8 @@ def test_gc_says_and_does_the_same(run_directory: Path, capsys: Capture) -> None
     assert "bootstrap/snapshots/000001" in said
     assert "step_000001/snapshots/000001" in said
     freed = sum(map(len, before.values())) - sum(map(len, everything(run_directory).values()))
-    assert said[-1] == f"{len(said) - 1} names, would free {freed} bytes"
-    assert done[-1] == f"{len(done) - 1} names, freed {freed} bytes"
+    assert said[-1] == f"{len(said) - 2} names, would free {freed} bytes"
+    assert done[-1] == f"{len(done) - 2} names, freed {freed} bytes"
     assert chosen_save(store_at(run_directory)) == 5
     assert main(["verify", str(run_directory)]) == 0
 

@@ -18,12 +18,8 @@ from rollsync.pure.snapshot.manifest import MANIFEST_FILE
 from rollsync.shell.config import read_config
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.journal import read_journal
-from rollsync.shell.run.saved import CONFIG, JOURNAL
+from rollsync.shell.run.saved import CONFIG, JOURNAL, NoRunDirectory
 from rollsync.shell.store import RealFileSystem, RunReport, examine
-
-
-class NoRunDirectory(RollsyncError):
-    """A directory that is not a run's, or in which no run has saved anything."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,10 @@ JOURNAL = "journal.jsonl"
 """The journal's file in the run directory."""
 
 
+class NoRunDirectory(RollsyncError):
+    """A directory that is not a run's, or in which no run has saved anything."""
+
+
 class NothingSaved(RollsyncError):
     """A run directory from which nothing can be resumed."""
 

@@ -4,7 +4,14 @@
 `FileSystem`.
 """
 
-from rollsync.shell.store.checkup import BundleReport, Collected, RunReport, collect, examine
+from rollsync.shell.store.checkup import (
+    BundleReport,
+    Collected,
+    RunReport,
+    collect,
+    examine,
+    is_run_directory,
+)
 from rollsync.shell.store.chosen import Chosen, FoundBundle
 from rollsync.shell.store.errors import StoreError
 from rollsync.shell.store.filesystem import FileSystem, RealFileSystem
@@ -22,4 +29,5 @@ __all__ = [
     "StoreError",
     "collect",
     "examine",
+    "is_run_directory",
 ]

@@ -96,6 +96,20 @@ def examine(root: Path, fs: FileSystem) -> RunReport:
     )
 
 
+def is_run_directory(root: Path, fs: FileSystem) -> bool:
+    """Whether a run has saved here, or begun to: directories that are only called like a
+    checkpoint are somebody else's.
+
+    Raises:
+        StoreError: the directory cannot be listed, or is none.
+    """
+    reader = RunReader(root, fs)
+    listing = _listing(reader, fs)
+    return reader.anchor() is not None or any(
+        is_successful(reader.manifest(place)) for place in listing.places
+    )
+
+
 def collect(root: Path, fs: FileSystem, limits: RetentionConfig, *, dry_run: bool) -> Collected:
     """Remove what retention does not keep, and leftovers. Every byte is compared before.
 
