@@ -9,7 +9,7 @@ import pytest
 import yaml
 from msgspec import inspect
 
-from rollsync.pure.config import MasterConfig, TransferQueuePlaneConfig
+from rollsync.pure.config import MasterConfig, TransferQueuePlaneConfig, doubtful
 from rollsync.pure.rollout.sampler import InOrderSampler
 from rollsync.shell.config import ConfigError, at_address, parse_config, read_config
 
@@ -199,3 +199,28 @@ def test_an_alias_that_leads_to_itself_is_refused() -> None:
 def test_nesting_without_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="not YAML"):
         parse_config(b"run: " + b"[" * 5000, source="run.yaml")
+
+
+def test_what_a_run_will_not_do_as_it_was_meant_is_doubted() -> None:
+    def doubts(value: object) -> dict[str, str]:
+        config = parse_config(yaml.safe_dump(value).encode(), source="run.yaml")
+        return {each.path: each.reason for each in doubtful(config)}
+
+    assert doubts(settings()) == {}
+    longer = settings()
+    longer["grpo"]["max_steps"] = 9
+    assert "the run ends after 8 steps" in doubts(longer)["grpo.max_steps"]
+    longer["data"]["size"] = 65
+    assert doubts(longer) == {}
+    longer["grpo"]["max_steps"] = 16
+    longer["data"] |= {"size": 64, "max_epochs": 2}
+    assert doubts(longer) == {}
+    kwargs = {"shm": {"direct": True}, "nixl": {}, "auto": {"relay": True}}
+    engine = {"checkpoint_engine": {"backend": "auto", "engine_kwargs": kwargs}}
+    assert list(doubts(settings() | engine)) == ["checkpoint_engine.engine_kwargs.shm"]
+
+
+def test_an_option_beside_its_engine_is_sent_under_the_engines_name() -> None:
+    wrong = settings() | {"checkpoint_engine": {"engine_kwargs": {"direct": True}}}
+    with pytest.raises(ConfigError, match=r"engine_kwargs.*bool.*under its name, as in \{shm:"):
+        parse(wrong)

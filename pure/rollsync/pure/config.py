@@ -283,6 +283,38 @@ def impossible(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
     return (*found, *_impossible_fleet(config), *_impossible_determinism(config))
 
 
+class DoubtfulSetting(Struct, frozen=True, kw_only=True):
+    """A setting that a run works with, though hardly as it was meant."""
+
+    path: str
+    """Dotted path of the setting to look at."""
+    reason: str
+
+
+def doubtful(config: MasterConfig) -> tuple[DoubtfulSetting, ...]:
+    """Every setting of a possible `config` that will not do what it seems to ask for."""
+    found: list[DoubtfulSetting] = []
+    backend = config.checkpoint_engine.backend
+    for name, options in config.checkpoint_engine.engine_kwargs.items():
+        if name != backend and options:
+            reason = (
+                f"not read: the engine is {backend} (checkpoint_engine.backend), and takes its"
+                f" options from engine_kwargs.{backend}"
+            )
+            path = f"checkpoint_engine.engine_kwargs.{name}"
+            found.append(DoubtfulSetting(path=path, reason=reason))
+    prompts, per_step = config.data.size * config.data.max_epochs, config.grpo.num_prompts_per_step
+    steps = -(-prompts // per_step)  # The last one may be a smaller one.
+    if steps < config.grpo.max_steps:
+        reason = (
+            f"{config.grpo.max_steps} steps need {config.grpo.max_steps * per_step} prompts, and"
+            f" there are {prompts} (data.size times data.max_epochs): the run ends after"
+            f" {steps} steps"
+        )
+        found.append(DoubtfulSetting(path="grpo.max_steps", reason=reason))
+    return tuple(found)
+
+
 def _impossible_fleet(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
     found: list[ImpossibleSetting] = []
     fleet = config.generation.fleet

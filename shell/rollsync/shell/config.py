@@ -72,6 +72,8 @@ def parse_config(text: bytes, *, source: str) -> MasterConfig:
         found = _MSGSPEC_PATH.match(str(error))
         path = found["path"] if found else ""
         reason = found["reason"] if found else str(error)
+        if path.startswith("checkpoint_engine.engine_kwargs["):
+            reason += "; an engine's options go under its name, as in {shm: {direct: true}}"
         raise ConfigError(
             f"{source}: {path or 'top level'}: {reason}",
             remedy="correct the setting; docs/operations.md lists them all",

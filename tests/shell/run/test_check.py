@@ -30,6 +30,15 @@ def test_wrong_engine_options_are_found_before_ray_is(
     assert not Path(config.run.directory).exists()
 
 
+def test_what_a_run_will_not_do_is_said_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(tmp_path / "run", tmp_path / "nowhere")
+    config = replace(config, grpo=replace(config.grpo, max_steps=100))
+    assert main(["run", write_file(config)]) == 2
+    assert "note: grpo.max_steps: 100 steps need 200 prompts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["check-cluster", "run"])
 def test_a_missing_model_is_found_before_ray_is(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

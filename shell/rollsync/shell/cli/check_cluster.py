@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each route; then 0."""
-    from rollsync.shell.config import at_address, read_config
+    from rollsync.shell.cli._settings import read_settings
 
-    config = at_address(read_config(args.config), args.address)
+    config = read_settings(args)
     # Imported late: torch, Ray and transformers take seconds, and a wrong file should not.
     from rollsync.shell.run.check import check_cluster
 

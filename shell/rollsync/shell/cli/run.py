@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run until the steps are trained, or until asked to stop; 1 when that could not be saved."""
     from rollsync.shell.cli._console import CommandConsole
-    from rollsync.shell.config import at_address, read_config
+    from rollsync.shell.cli._settings import read_settings
     from rollsync.shell.run.display import RunDisplay
 
-    config = at_address(read_config(args.config), args.address)
+    config = read_settings(args)
     console = CommandConsole()
     with RunDisplay(console, title=str(args.config)) as display:
         # Imported late: torch, Ray and transformers take seconds, and a wrong file should not.

@@ -14,6 +14,7 @@ from rollsync.shell.refit.errors import RefitConfigurationError
     [
         CheckpointEngineConfig(),
         CheckpointEngineConfig(backend="nixl", engine_kwargs={"nixl": {"preinit": True}}),
+        CheckpointEngineConfig(engine_kwargs={"shm": {"refit_timeout_s": 60}}),
         CheckpointEngineConfig(backend="auto", engine_kwargs={"shm": {"of": "another"}}),
         CheckpointEngineConfig(engine_kwargs={"shm": {"direct": True, "large_pages": False}}),
         CheckpointEngineConfig(backend="rollsync.shell.refit.engines.shm:ShmCheckpointEngine"),
@@ -31,6 +32,20 @@ def test_what_an_engine_takes_is_taken(config: CheckpointEngineConfig) -> None:
         (
             CheckpointEngineConfig(engine_kwargs={"shm": {"chekcsum": False}}),
             "'shm' does not take these options: .*chekcsum",
+        ),
+        (
+            CheckpointEngineConfig(engine_kwargs={"shm": {"direct": "yes"}}),
+            "direct .* is 'yes': Expected `bool`, got `str`.*engine_kwargs.shm.direct",
+        ),
+        (
+            CheckpointEngineConfig(
+                backend="auto", engine_kwargs={"auto": {"refit_timeout_s": "60"}}
+            ),
+            "refit_timeout_s .* is '60': Expected `float`, got `str`",
+        ),
+        (
+            CheckpointEngineConfig(backend="nixl", engine_kwargs={"nixl": {"bind_address": 10}}),
+            r"bind_address .* is 10: Expected `str \| null`",
         ),
         (
             CheckpointEngineConfig(

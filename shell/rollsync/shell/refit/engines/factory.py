@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
+from typing import get_args, get_type_hints
+
+import msgspec
 
 from rollsync.pure.config import CheckpointEngineConfig
 from rollsync.shell.refit.engines.base import CheckpointEngine
@@ -17,6 +20,9 @@ BUILT_IN: Mapping[str, str] = {
     "shm": "rollsync.shell.refit.engines.shm:ShmCheckpointEngine",
 }
 """Loaded when asked for, so that no engine's packages are needed by another's users."""
+
+_SCALARS = frozenset({str, int, float, bool})
+"""What a configuration file can give as an option's value."""
 
 
 def create_checkpoint_engine(
@@ -37,20 +43,41 @@ def create_checkpoint_engine(
 
 
 def check_options(config: CheckpointEngineConfig) -> None:
-    """Refuse names that `create_checkpoint_engine` would refuse, without making an engine.
+    """Refuse what `create_checkpoint_engine` would refuse, or an engine could not work with,
+    without making an engine.
 
     Raises:
         RefitConfigurationError: there is no such engine, or it does not take the options, or not
-            together.
+            with these values, or not together.
     """
     backend = config.backend
     options = config.engine_kwargs.get(backend, {})
+    engine_class = _engine_class(backend)
     try:
-        inspect.signature(_engine_class(backend)).bind(0, **options)
+        inspect.signature(engine_class).bind(0, **options)
     except TypeError as error:
         raise _refused(backend, error) from error
+    for name, value in options.items():
+        wanted = _kind_of(engine_class, name)
+        try:
+            msgspec.convert(value, wanted)
+        except msgspec.ValidationError as error:
+            raise RefitConfigurationError(
+                f"the option {name} of the checkpoint engine {backend!r} is {value!r}: {error}",
+                remedy=f"correct checkpoint_engine.engine_kwargs.{backend}.{name}",
+            ) from error
     if backend in BUILT_IN:
         check_relayed(direct=bool(options.get("direct")), relay=bool(options.get("relay")))
+
+
+def _kind_of(engine_class: Callable[..., CheckpointEngine], option: str) -> object:
+    """What a value of an option has to be; `object` where no kind of scalar is declared for it."""
+    makes = engine_class.__init__ if inspect.isclass(engine_class) else engine_class
+    try:
+        declared = get_type_hints(makes).get(option, object)
+    except (NameError, TypeError):  # Some names are there for type checkers only.
+        return object
+    return declared if {declared, *get_args(declared)} & _SCALARS else object
 
 
 def _engine_class(backend: str) -> Callable[..., CheckpointEngine]:
