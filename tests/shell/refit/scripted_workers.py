@@ -10,6 +10,7 @@ from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
 
 SEND, UPDATE = "send_weights_via_checkpoint_engine", "update_weights_from_checkpoint_engine"
+INIT = "init_checkpoint_engine"
 FINALIZE = "finalize_checkpoint_engine"
 
 
@@ -66,15 +67,19 @@ def scripted_workers(count: int, *, engines: bool = False) -> list[Any]:
 
 
 def scripted_sync(
-    policy: Sequence[object], engines: Sequence[object], *, timeout_s: float
+    policy: Sequence[object],
+    engines: Sequence[object],
+    *,
+    timeout_s: object,
+    backend: str = "shm",
 ) -> CheckpointEngineWeightSynchronizer:
     """A synchronizer of them."""
     return CheckpointEngineWeightSynchronizer(
         PolicyGroup(policy),
         GenerationGroup(engines, async_engine=False),
         {
-            "backend": "shm",
+            "backend": backend,
             "update_weights_bucket_memory_ratio": 0.25,
-            "engine_kwargs": {"shm": {"refit_timeout_s": timeout_s}},
+            "engine_kwargs": {backend: {"refit_timeout_s": timeout_s}},
         },
     )

@@ -13,6 +13,7 @@ from rollsync.shell.refit.errors import EngineStepFailed, WorkerUnresponsive
 from rollsync.shell.refit.step_failure import WorkerAnswers
 from tests.shell.refit.scripted_workers import (
     FINALIZE,
+    INIT,
     SEND,
     UPDATE,
     scripted_sync,
@@ -67,6 +68,22 @@ def test_a_stuck_policy_worker_is_named_and_blamed_and_not_waited_for(
     assert failure.engines_to_blame == frozenset()
     assert all(FINALIZE in ray.get(engine.asked.remote()) for engine in engines)
     sync.shutdown()
+
+
+@pytest.mark.parametrize("timeout_s", [-1, 0, "60"])
+def test_who_answers_a_little_later_is_not_stuck_whatever_the_timeout_is(
+    sides: tuple[Side, Side], timeout_s: object
+) -> None:
+    policy, engines = sides
+    sync = scripted_sync(policy, engines, timeout_s=timeout_s, backend="a_plug_in:Engine")
+    refused = ValueError("such a timeout is not taken")
+    end(policy[0], INIT, refused)
+    for engine in engines:
+        end(engine, INIT, refused, takes_s=0.1)
+    with pytest.raises(ValueError, match="such a timeout is not taken"):
+        sync.init_communicator()
+    assert sync.last_failure is not None
+    assert not sync.last_failure.silent
 
 
 def test_a_stuck_engine_is_blamed_and_the_policy_worker_that_waited_for_it_is_not(

@@ -347,19 +347,25 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         try:
             return list(ray.get([*policy_refs, *generation_refs]))
         except Exception as first:
-            timeout_s = self._engine_options().get("refit_timeout_s", DEFAULT_REFIT_TIMEOUT_S)
-            patience_s = timeout_s if isinstance(timeout_s, int | float) else 0.0
             failure = settle(
                 policy_refs,
                 generation_refs,
                 ranks_per_engine=self._ranks_per_engine(),
-                timeout_s=patience_s,
+                timeout_s=self._patience_s(),
                 finalize_failed=partial(self._finalize_failed, policies=len(policy_refs))
                 if self._checkpoint_engine_ready or self._partly_set_up
                 else None,
             )
             self.last_failure = failure
             raise failure.cause(first) from None
+
+    def _patience_s(self) -> float:
+        """How long a failed step is waited for; not at all would make every worker that has not
+        answered yet look stuck, however wrong the option is that the failure may be about."""
+        timeout_s = self._engine_options().get("refit_timeout_s")
+        if isinstance(timeout_s, int | float) and timeout_s > 0:
+            return timeout_s
+        return DEFAULT_REFIT_TIMEOUT_S
 
     def _finalize_failed(self, places: Sequence[int], *, policies: int) -> None:
         """Finalizes the checkpoint engine of some workers only: those that wait for them notice.
