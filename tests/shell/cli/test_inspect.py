@@ -186,6 +186,7 @@ def test_a_journal_is_told_in_words_and_a_run_directory_tells_of_its_engines(
 ) -> None:
     journal = Journal(tmp_path / JOURNAL)
     journal.write(Resumed(train_steps=0, source=None))
+    journal.write(Resumed(train_steps=3, source="step_000003", refused=("step_000004: torn",)))
     journal.write(
         EngineChanged(
             engine="engine-1",
@@ -204,9 +205,15 @@ def test_a_journal_is_told_in_words_and_a_run_directory_tells_of_its_engines(
         "sync    weight version 3 is tried again: engine-1 is gone",
     ]
     assert main(["inspect", str(tmp_path / JOURNAL)]) == 0
-    assert capsys.readouterr().out.splitlines() == ["start   a fresh run", *engines]
+    assert capsys.readouterr().out.splitlines() == [
+        "start   a fresh run",
+        "resume  passed over step_000004: torn",
+        "resume  from step_000003, after step 3",
+        *engines,
+    ]
     assert main(["inspect", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == engines
     assert main(["inspect", "--json", str(tmp_path / JOURNAL)]) == 0
     entries = json.loads(capsys.readouterr().out)
-    assert [entry["type"] for entry in entries] == ["resumed", "engine_changed", "sync_retried"]
+    kinds = [entry["type"] for entry in entries]
+    assert kinds == ["resumed", "resumed", "engine_changed", "sync_retried"]

@@ -73,6 +73,21 @@ def test_entries_are_shown_in_plain_lines_without_a_terminal() -> None:
     assert lines[3].endswith("prompt e0-p1: stale")
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_resume_passed_over_is_shown_with_the_reason(terminal: bool) -> None:
+    output = io.StringIO()
+    refused = "step_000004: state.bin has 7 bytes, the manifest says [8]"
+    with RunDisplay(
+        Console(file=output, width=200, force_terminal=terminal), title="run"
+    ) as display:
+        display.show(
+            Resumed(train_steps=3, source="step_000003/snapshots/000001", refused=(refused,))
+        )
+        display.show(trained(4))
+    shown = [line for line in output.getvalue().splitlines() if "passed over" in line]
+    assert [line.endswith(f"resume  passed over {refused}") for line in shown] == [True]
+
+
 def test_a_save_that_failed_says_why() -> None:
     failed = Saved(
         what="rollout_snapshot", saved=False, reason="io_error", train_steps=2, pause_ms=0.0

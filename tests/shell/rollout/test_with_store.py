@@ -13,6 +13,7 @@ from rollsync.pure.config import CheckpointingConfig, RetentionConfig
 from rollsync.pure.rollout.checkpointing import RolloutCheckpointAttemptReason as Reason
 from rollsync.pure.rollout.checkpointing import RolloutTraceKind as Kind
 from rollsync.pure.rollout.state import RolloutState
+from rollsync.pure.snapshot.selection import RefusedBundle
 from rollsync.shell.rollout.data_plane import Row
 from rollsync.shell.rollout.environments.guessing import GuessingGame
 from rollsync.shell.store.errors import StoreError
@@ -115,13 +116,17 @@ async def test_a_damaged_file_of_the_newest_leads_to_the_one_before(
 ) -> None:
     _, first = await two_saves(tmp_path)
     damage(tmp_path / "bootstrap" / "snapshots" / "000002" / name)
-    after = await resumed(tmp_path)
+    after = world_at(tmp_path)
+    restored = await after.restore()
+    after.die()
     assert after.state.replay == first.replay
     (refused,) = [
         event for event in after.trace.trace.events if event.kind is Kind.CANDIDATE_REFUSED
     ]
     assert refused.subject.endswith("000002")
     assert refused.detail
+    assert restored is not None
+    assert restored.refused == (RefusedBundle(path=refused.subject, why=refused.detail),)
 
 
 @pytest.mark.asyncio

@@ -21,7 +21,7 @@ from rollsync.codecs.view import view
 from rollsync.pure.snapshot.places import is_segment
 from rollsync.shell.files import UnreadableFile, is_ours, read_bytes, read_if_ours
 from rollsync.shell.journal import EngineChanged, SyncRetried, read_journal
-from rollsync.shell.run.journal_lines import line_of
+from rollsync.shell.run.journal_lines import line_of, lines_of
 from rollsync.shell.run.saved import JOURNAL
 from rollsync.shell.segment_index import ListedRow, NoSegment, list_rows
 
@@ -107,7 +107,8 @@ def _inspect_journal(path: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(msgspec.to_builtins(entries), ensure_ascii=False, indent=2))
     else:
-        print("\n".join(map(line_of, entries)))
+        for entry in entries:
+            print("\n".join(lines_of(entry)))
     return 0
 
 

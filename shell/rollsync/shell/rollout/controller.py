@@ -24,7 +24,6 @@ from rollsync.pure.rollout.checkpointing import (
     CheckpointKind,
     RolloutCheckpointOutcome,
     RolloutCheckpointSaveResult,
-    RolloutTraceKind,
 )
 from rollsync.pure.rollout.events import GroupDropped, RolloutEvent
 from rollsync.pure.rollout.explain import explain
@@ -292,17 +291,17 @@ class RolloutController:
         return restored
 
     def _note_restored(self, restored: RestoredRollout | None) -> None:
-        source = None if restored is None else restored.source.path
+        steps = self.cell.state.progress.train_steps
+        if restored is None:
+            self._journal.write(Resumed(train_steps=steps, source=None))
+            return
+        source = restored.source.path
         self._journal.write(
             Resumed(
-                train_steps=self.cell.state.progress.train_steps,
+                train_steps=steps,
                 source=None if source is None else self._name(source),
-                plan=() if restored is None else tuple(explain(restored.plan)),
-                refused=tuple(
-                    f"{self._name(event.subject)}: {event.detail}"
-                    for event in self.parts.trace.trace.events
-                    if event.kind is RolloutTraceKind.CANDIDATE_REFUSED
-                ),
+                plan=tuple(explain(restored.plan)),
+                refused=tuple(f"{self._name(each.path)}: {each.why}" for each in restored.refused),
             )
         )
 

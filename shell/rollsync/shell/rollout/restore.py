@@ -32,6 +32,7 @@ from rollsync.pure.rollout.state import (
     RolloutAttemptStatus,
     RolloutState,
 )
+from rollsync.pure.snapshot.selection import RefusedBundle
 from rollsync.shell.rollout.archive import (
     ENVIRONMENT_DIRECTORY,
     FoundBundle,
@@ -68,6 +69,8 @@ class RestoredRollout(Struct, frozen=True, kw_only=True):
     continued: frozenset[EnvironmentEpisode]
     """Attempts (of `plan.dispatches`) whose episode the environment still has: they go on where
     they were."""
+    refused: tuple[RefusedBundle, ...]
+    """Newer bundles that were passed over."""
 
 
 class RolloutRestorer(_UsesRolloutParts):
@@ -108,9 +111,14 @@ class RolloutRestorer(_UsesRolloutParts):
         self._trace.begin(RolloutTraceKind.RESUME_CHOSEN, str(bundle.path))
         validated = await settled(asyncio.to_thread(self._validator.validate, bundle))
         self._trace.record(RolloutTraceKind.VALIDATED, str(bundle.path))
-        return await self._load(bundle, validated)
+        return await self._load(bundle, validated, chosen.refused)
 
-    async def _load(self, bundle: FoundBundle, validated: ValidatedBundle) -> RestoredRollout:
+    async def _load(
+        self,
+        bundle: FoundBundle,
+        validated: ValidatedBundle,
+        refused: tuple[RefusedBundle, ...],
+    ) -> RestoredRollout:
         plan = validated.plan
         sources = _sources(plan, validated.segments)
         async with self._barrier.mutation(CheckpointMutationKind.RECOVERY_RESTORE) as section:
@@ -142,6 +150,7 @@ class RolloutRestorer(_UsesRolloutParts):
             prompts=validated.prompts,
             trainer_path=bundle.trainer_path,
             continued=frozenset(continued),
+            refused=refused,
         )
 
     async def _load_rows(

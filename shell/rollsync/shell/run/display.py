@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from rollsync.shell.journal import JournalEntry, Saved, StepTrained, WeightsSynced
-from rollsync.shell.run.journal_lines import gigabytes_per_s, line_of, number, staleness
+from rollsync.shell.run.journal_lines import gigabytes_per_s, lines_of, number, staleness
 
 STEPS_SHOWN = 12
 
@@ -56,7 +56,8 @@ class RunDisplay:
 
     def show(self, entry: JournalEntry) -> None:
         """Show one more entry."""
-        self._last = line_of(entry)
+        *others, self._last = lines_of(entry)
+        self._print(*others)  # Above the table, where they stay.
         if isinstance(entry, StepTrained):
             self._steps.append(entry)
         elif isinstance(entry, WeightsSynced):
@@ -67,7 +68,11 @@ class RunDisplay:
         if self._live is not None:
             self._live.update(self._table())
         else:
-            self._console.print(self._last, highlight=False, soft_wrap=True)
+            self._print(self._last)
+
+    def _print(self, *lines: str) -> None:
+        for line in lines:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
         sync = self._sync

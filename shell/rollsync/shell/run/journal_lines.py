@@ -1,4 +1,4 @@
-"""Journal entries in words, one line each. Needs the base package only."""
+"""Journal entries in words. Needs the base package only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from rollsync.shell.journal import (
 )
 
 
+def lines_of(entry: JournalEntry) -> tuple[str, ...]:
+    """One entry in words: what a resume has passed over comes before it, a line each."""
+    refused = entry.refused if isinstance(entry, Resumed) else ()
+    return (*(f"resume  passed over {each}" for each in refused), line_of(entry))
+
+
 def line_of(entry: JournalEntry) -> str:
-    """One entry in words."""
+    """What an entry comes to, in one line."""
     match entry:
         case Resumed(source=None):
             return "start   a fresh run"
