@@ -70,3 +70,8 @@ def test_every_error_is_worded_with_what_it_holds(kind: type[errors.RefitErrorVa
 def test_no_two_errors_have_the_same_words() -> None:
     texts = [describe(filled(kind)) for kind in KINDS]
     assert len(set(texts)) == len(texts)
+
+
+def test_a_rank_that_two_policy_workers_have_is_put_right_by_the_name_of_its_setting() -> None:
+    assert "refit_rank" in describe(errors.RankRepeated(side="policy", group=0, rank=0))
+    assert "refit_rank" not in describe(errors.RankRepeated(side="rollout", group=0, rank=0))

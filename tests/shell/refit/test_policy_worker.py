@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollsync.shell.refit.host_memory import container_limit_bytes, worker_total_memory_bytes
+from rollsync.shell.refit.policy_worker import PolicyRefitMixin
 from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME
 from tests.shell.refit.scripted_engine import SCRIPTED, ScriptedEngine
 from tests.shell.refit.tiny_models import TinyPolicy
@@ -40,6 +41,13 @@ def test_key_value_scales_follow_the_weights(monkeypatch: pytest.MonkeyPatch) ->
     )
     policy.checkpoint_engine_rpc("finalize_checkpoint_engine")
     assert engine.calls[-1] == "finalize"
+
+
+def test_a_rank_is_nought_until_it_is_set() -> None:
+    worker = PolicyRefitMixin()
+    assert worker.refit_rank == 0
+    worker.refit_rank = 3
+    assert worker.refit_rank == 3
 
 
 def test_memory_is_shared_by_the_workers_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

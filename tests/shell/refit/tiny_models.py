@@ -52,11 +52,7 @@ class TinyPolicy(PolicyRefitMixin):
         self.dies_before_sending = False
         self.refuses_to_send = False
         self.version_is_lost = False
-        self._rank = rank
-
-    @property
-    def refit_rank(self) -> int:
-        return self._rank
+        self.refit_rank = rank
 
     def weight_version(self) -> int:
         if self.version_is_lost:

@@ -5,9 +5,19 @@ Rule kept here: every error has its own sentence; mypy finds one that was forgot
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import assert_never
 
 from rollsync.pure.refit import errors as e
+
+_RANKS_COME_FROM: Mapping[e.Side, str] = {
+    "policy": (
+        "give each policy worker its own refit_rank, from 0; where it is not set, it is that of"
+        " torch.distributed, and 0 without one"
+    ),
+    "rollout": "check how the ranks of an engine are assigned",
+}
+"""What to do about wrong ones."""
 
 
 def describe(error: e.RefitErrorValue) -> str:
@@ -171,7 +181,7 @@ def _workers(error: e.MetadataError | e.RankBeyondWorld | e.RouteError) -> str:
         case e.RankRepeated():
             return (
                 f"{_place(error.side, error.group)}: rank {error.rank} is reported twice; two "
-                "workers believe to be the same one, so check how ranks are assigned"
+                f"workers believe to be the same one, so {_RANKS_COME_FROM[error.side]}"
             )
         case e.RankGap():
             return (

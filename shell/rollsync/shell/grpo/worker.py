@@ -44,7 +44,7 @@ class GrpoPolicyWorker(PolicyRefitMixin):
     """
 
     def __init__(self, config: MasterConfig, *, rank: int = 0, workers_on_host: int) -> None:
-        self._rank = rank
+        self.refit_rank = rank
         self._alone = config.grpo.data_parallel_size == 1
         self._workers_on_host = workers_on_host
         self._replicas = Replicas(
@@ -60,11 +60,6 @@ class GrpoPolicyWorker(PolicyRefitMixin):
             deterministic=config.run.deterministic,
             replicas=self._replicas,
         )
-
-    @property
-    def refit_rank(self) -> int:
-        """Its rank among the policy's workers."""
-        return self._rank
 
     @property
     def workers_on_host(self) -> int:
@@ -131,7 +126,7 @@ class GrpoPolicyWorker(PolicyRefitMixin):
             self._trainer.load(Path(directory))
         except TrainerCheckpointError as error:
             raise TrainerCheckpointError(
-                f"policy worker {self._rank}: {error.message}", remedy=error.remedy
+                f"policy worker {self.refit_rank}: {error.message}", remedy=error.remedy
             ) from error
         return self._holding_now()
 

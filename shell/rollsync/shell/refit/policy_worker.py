@@ -22,15 +22,25 @@ class PolicyRefitMixin:
 
     The class defines `iter_refit_weights` and `weight_version`; a Ray actor made of it, one per
     trainer rank, is what `policy.worker_group` runs. `rollsync.shell.refit.weights` has both
-    halves of the job for an ordinary module: `checkpoint_weights` and `declare_weights`.
+    halves of the job for an ordinary module: `checkpoint_weights` and `declare_weights`. Where
+    there are several workers, and no `torch.distributed` that knows their ranks, it sets
+    `refit_rank`.
     """
 
     _refit_sender: RefitSender | None = None
+    _refit_rank: int | None = None
 
     @property
     def refit_rank(self) -> int:
-        """This worker's rank among the policy's; `torch.distributed`'s where that is set up."""
+        """This worker's rank among the policy's, from 0. Until it is set, `torch.distributed`'s
+        where that is set up, and else 0. What is set counts from the worker's next engine on."""
+        if self._refit_rank is not None:
+            return self._refit_rank
         return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+    @refit_rank.setter
+    def refit_rank(self, rank: int) -> None:
+        self._refit_rank = rank
 
     @property
     def workers_on_host(self) -> int:

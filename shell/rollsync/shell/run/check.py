@@ -68,7 +68,7 @@ class SyntheticPolicyWorker(PolicyRefitMixin):
     """
 
     def __init__(self, config: MasterConfig, *, rank: int, workers_on_host: int) -> None:
-        self._rank = rank
+        self.refit_rank = rank
         self._workers_on_host = workers_on_host
         shapes = AutoConfig.from_pretrained(config.model.path)
         self._module = AutoModelForCausalLM.from_config(shapes)
@@ -79,14 +79,9 @@ class SyntheticPolicyWorker(PolicyRefitMixin):
             timeout_s=config.cluster.collective_timeout_s,
         )
 
-    @property
-    def refit_rank(self) -> int:
-        """Its rank among those that take part."""
-        return self._rank
-
     def take_part(self, rank: int, *, version: int) -> None:
         """Have this rank and this version from the next set-up on."""
-        self._rank, self._version = rank, version
+        self.refit_rank, self._version = rank, version
         self._refit_sender = None
 
     def open_meeting(self) -> Meeting:
