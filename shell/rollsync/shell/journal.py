@@ -204,6 +204,26 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
     return (line.entry for line in read_lines(path))
 
 
+def read_evidence(path: Path) -> Iterator[JournalEntry]:
+    """As `read_journal`, for who would take a file without one readable line for a quiet run.
+
+    The first line is durable before the first save is, so only a power failure before that leaves
+    such a file; else something has happened to it.
+
+    Raises:
+        JournalDamaged: as `read_lines` does, and when the file is not empty and has no such line.
+    """
+    has_any = False
+    for entry in read_journal(path):
+        has_any = True
+        yield entry
+    if not has_any and os.path.lexists(path) and (size_bytes := path.stat().st_size) > 0:
+        raise JournalDamaged(
+            f"{path}: no line can be read in its {size_bytes} bytes",
+            remedy="the run itself needs no journal; put back the file, or move this away",
+        )
+
+
 def read_lines(path: Path) -> Iterator[JournalLine]:
     """The lines of a journal, oldest first; none if there is no such file.
 

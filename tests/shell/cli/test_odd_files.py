@@ -101,8 +101,6 @@ ODDITIES: tuple[Callable[[Path], None], ...] = (
 
 HARMLESS = (
     ("writer.lock", make_file),
-    # As a power failure before the first save can leave it.
-    ("journal.jsonl", make_file),
     # As if no snapshot had been saved yet.
     *((f"{SNAPSHOT[:-7]}", odd) for odd in (make_directory, link_to_nothing, link_to_a_directory)),
 )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from rollsync.pure.config import CheckpointingConfig, RetentionConfig, RunConfig
 from rollsync.pure.snapshot.manifest import MANIFEST_FILE
 from rollsync.pure.snapshot.places import ANCHOR_FILE, LOCK_FILE
 from rollsync.shell.cli import main
-from rollsync.shell.run.saved import CONFIG, write_config
+from rollsync.shell.journal import Journal, Resumed
+from rollsync.shell.run.saved import CONFIG, JOURNAL, write_config
 from rollsync.shell.store import RealFileSystem, collect, examine
 from tests.shell.store.kit import (
     STATE,
@@ -117,6 +119,40 @@ def test_what_may_be_large_is_read_once(run_directory: Path) -> None:
         assert {path: files.reads[path] for path in large} == dict.fromkeys(large, 1)
 
 
+@pytest.mark.parametrize("content", [b"\x8f\x00 \n\xfe\n" * 50, b"\x8f\x00 \xfe" * 50])
+def test_a_journal_without_a_line_is_a_problem(
+    content: bytes, run_directory: Path, capsys: Capture
+) -> None:
+    (run_directory / JOURNAL).write_bytes(content)
+    assert main(["verify", str(run_directory)]) == 1
+    said = f"{JOURNAL}: no line can be read in its {len(content)} bytes"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(said) for line in lines if line.startswith("problem: ")] == [True]
+    for path in (run_directory, run_directory / JOURNAL):
+        assert main(["inspect", str(path)]) == 2
+        assert said in capsys.readouterr().err
+    (run_directory / JOURNAL).write_bytes(b"")
+    assert main(["verify", str(run_directory)]) == 0
+
+
+def test_verify_and_explain_agree_about_a_lost_configuration(
+    run_directory: Path, capsys: Capture
+) -> None:
+    (run_directory / CONFIG).unlink()
+    assert main(["explain", str(run_directory)]) == 2
+    error = capsys.readouterr().err
+    assert "has no config.json" in error
+    assert "no run directory" not in error
+    assert main(["verify", str(run_directory)]) == 0, "a store by itself has no configuration"
+    capsys.readouterr()
+    with closing(Journal(run_directory / JOURNAL)) as journal:
+        journal.write(Resumed(train_steps=0, source=None))
+    assert main(["verify", str(run_directory)]) == 1
+    text = capsys.readouterr().out
+    assert "problem: config.json is missing" in text
+    assert "5 bundles, 0 damaged; a resume takes step_000001/snapshots/000003" in text
+
+
 def test_json_has_everything(run_directory: Path, capsys: Capture) -> None:
     assert main(["verify", "--json", str(run_directory)]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -140,6 +176,12 @@ def test_no_run_directory_is_said(tmp_path: Path, command: str, capsys: Capture)
     assert main([command, str(tmp_path / "nothing")]) == 2
     assert "cannot be listed" in capsys.readouterr().err
     assert main([command, str(tmp_path)]) == 2
+    assert "no run has saved anything here" in capsys.readouterr().err
+
+
+def test_a_journal_of_somebody_else_makes_no_run_directory(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / JOURNAL).write_bytes(b"{}\n")
+    assert main(["verify", str(tmp_path)]) == 2
     assert "no run has saved anything here" in capsys.readouterr().err
 
 

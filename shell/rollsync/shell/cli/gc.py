@@ -13,12 +13,12 @@ from pathlib import Path
 from rollsync.pure.config import RetentionConfig
 from rollsync.shell.config import ConfigError, read_config
 from rollsync.shell.errors import RollsyncError
-from rollsync.shell.run.saved import CONFIG, NoRunDirectory
+from rollsync.shell.run.saved import CONFIG, CONFIG_IS_WRITTEN, NoRunDirectory
 from rollsync.shell.store import RealFileSystem, collect, is_run_directory
 
 _REMEDY = (
     "give both --trainer-checkpoints and --snapshots-per-checkpoint, or put the file back: "
-    "`rollsync run` with the run's configuration writes it too"
+    + CONFIG_IS_WRITTEN
 )
 
 

@@ -20,7 +20,7 @@ from rollsync.codecs import Header, decode_any, describe, read_header
 from rollsync.codecs.view import view
 from rollsync.pure.snapshot.places import is_segment
 from rollsync.shell.files import UnreadableFile, is_ours, read_bytes, read_if_ours
-from rollsync.shell.journal import EngineChanged, SyncRetried, read_journal
+from rollsync.shell.journal import EngineChanged, SyncRetried, read_evidence
 from rollsync.shell.run.journal_lines import line_of, lines_of
 from rollsync.shell.run.saved import JOURNAL
 from rollsync.shell.segment_index import ListedRow, NoSegment, list_rows
@@ -103,7 +103,7 @@ def _inspect_rows(path: Path, as_json: bool) -> int:
 
 def _inspect_journal(path: Path, as_json: bool) -> int:
     read_bytes(path)
-    entries = list(read_journal(path))
+    entries = list(read_evidence(path))
     if as_json:
         print(json.dumps(msgspec.to_builtins(entries), ensure_ascii=False, indent=2))
     else:
@@ -147,7 +147,7 @@ def _inspect_directory(directory: Path, as_json: bool) -> int:
     else:
         for line in _table(summaries):
             print(line)
-        for entry in read_journal(directory / JOURNAL):
+        for entry in read_evidence(directory / JOURNAL):
             if isinstance(entry, EngineChanged | SyncRetried):
                 print(line_of(entry))
     return 1 if any(summary.problem for summary in summaries) else 0

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from rollsync.pure.snapshot.manifest import MANIFEST_FILE
 from rollsync.shell.config import read_config
 from rollsync.shell.errors import RollsyncError
-from rollsync.shell.journal import read_journal
-from rollsync.shell.run.saved import CONFIG, JOURNAL, NoRunDirectory
+from rollsync.shell.journal import read_evidence, read_journal
+from rollsync.shell.run.saved import CONFIG, CONFIG_IS_WRITTEN, JOURNAL, NoRunDirectory
 from rollsync.shell.store import RealFileSystem, RunReport, examine
 
 
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
             remedy="name the run directory, which holds segments/ too",
         )
     report = examine(directory, RealFileSystem())
-    report = replace(report, problems=(*report.problems, *_problems_beside(directory)))
+    beside = _problems_beside(directory, has_saved=len(report.bundles) > 0)
+    report = replace(report, problems=(*report.problems, *beside))
     if not (report.has_anchor or report.bundles or report.problems):
         raise NoRunDirectory(
             f"{directory}: no run has saved anything here",
@@ -51,17 +52,24 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.is_whole else 1
 
 
-def _problems_beside(directory: Path) -> Iterator[str]:
-    """What is wrong with the files that no bundle needs, but people and `rollsync explain` do."""
+def _problems_beside(directory: Path, *, has_saved: bool) -> Iterator[str]:
+    """What is wrong with the files that no bundle needs, but people and `rollsync explain` do.
+    Before the first save, a power failure can have left them in any state."""
     try:
         if (directory / CONFIG).is_file():
             read_config(directory / CONFIG)
         elif os.path.lexists(directory / CONFIG):
             yield f"{CONFIG} is no regular file"
+        elif has_saved and os.path.lexists(directory / JOURNAL):
+            # Whoever uses the store by itself has neither of them.
+            yield (
+                f"{CONFIG} is missing: a run resumes without, and `rollsync explain` does not; "
+                + CONFIG_IS_WRITTEN
+            )
     except RollsyncError as error:
         yield error.message
     try:
-        for _ in read_journal(directory / JOURNAL):
+        for _ in (read_evidence if has_saved else read_journal)(directory / JOURNAL):
             pass
     except RollsyncError as error:
         yield error.message

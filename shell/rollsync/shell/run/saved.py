@@ -18,12 +18,14 @@ from rollsync.pure.rollout.state import RolloutState
 from rollsync.shell.config import read_config
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.files import read_state
-from rollsync.shell.journal import Resumed, StepTrained, read_journal
+from rollsync.shell.journal import Resumed, StepTrained, read_evidence
 from rollsync.shell.samplers import load_sampler
-from rollsync.shell.store import FoundBundle, SnapshotStore
+from rollsync.shell.store import FoundBundle, RealFileSystem, SnapshotStore, is_run_directory
 
 CONFIG = "config.json"
 """The configuration that a run was last started with, in its run directory."""
+CONFIG_IS_WRITTEN = "`rollsync run` with the run's configuration writes it as it starts"
+"""What puts a lost one back."""
 JOURNAL = "journal.jsonl"
 """The journal's file in the run directory."""
 
@@ -82,6 +84,12 @@ def read_saved(directory: Path) -> SavedRun:
         RollsyncError: what is there cannot be used; the message has every reason.
     """
     if not (directory / CONFIG).is_file():
+        if directory.is_dir() and is_run_directory(directory, RealFileSystem()):
+            raise NothingSaved(
+                f"{directory} has no {CONFIG}, without which nobody knows the run's settings",
+                remedy=f"put it back: {CONFIG_IS_WRITTEN}; `rollsync verify` says which save that "
+                "start would take",
+            )
         raise NothingSaved(
             f"{directory} is no run directory: it has no {CONFIG}",
             remedy="name the directory that a configuration's run.directory names",
@@ -106,7 +114,7 @@ def close_account(saved: SavedRun) -> Audit:
     """Compare the saved state with the journal beside it."""
     directory = Path(saved.config.run.directory)
     records: list[TrainingRecord] = []
-    for entry in read_journal(directory / JOURNAL):
+    for entry in read_evidence(directory / JOURNAL):
         if isinstance(entry, Resumed):
             records.append(ProcessBegan(train_steps=entry.train_steps))
         elif isinstance(entry, StepTrained):
