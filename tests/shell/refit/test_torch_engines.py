@@ -21,6 +21,7 @@ from rollsync.shell.refit.errors import (
     EngineOutdated,
     RefitConfigurationError,
     WeightMismatch,
+    WorkerGone,
     WorkerUnresponsive,
 )
 from rollsync.shell.refit.generation import Completion, SamplingSettings
@@ -153,7 +154,7 @@ def test_engines_on_other_hosts_relay_to_each_other(actors: Actors, tmp_path: Pa
         for _ in range(3):
             assert ask(generation) == reference_answer(saved, PROMPT, GREEDY, version)
     ray.kill(engines[0])
-    with pytest.raises(ray.exceptions.RayActorError):
+    with pytest.raises(WorkerGone):
         sync.sync_weights()
     left = GenerationGroup(engines[1:])
     again = synchronizer(actors.policy, left, "auto", relay=True)
@@ -230,7 +231,7 @@ def test_a_policy_worker_killed_before_it_connects_is_noticed(
     sync = synchronizer(doomed, generation, backend, refit_timeout_s=10_000)
     sync.sync_weights()
     ray.get(doomed.die_before_sending.remote())
-    with pytest.raises(ray.exceptions.ActorDiedError) as raised:
+    with pytest.raises(WorkerGone, match=r"^policy worker 0 is gone: ") as raised:
         sync.sync_weights()
     assert any("rollout 0, while it waited for the sender" in n for n in raised.value.__notes__)
     with pytest.raises(EngineNotServing, match="is gone"):

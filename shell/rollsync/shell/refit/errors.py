@@ -4,13 +4,16 @@ Every class is a `RefitError`, so that a training loop catches the family in one
 here: an error says which side, rank or setting it is about, and survives a Ray call.
 """
 
+from collections.abc import Sequence
 from typing import TypeVar
 
+from ray.exceptions import RayActorError
 from returns.pipeline import is_successful
 from returns.result import Result
 
 from rollsync.pure.refit import RefitErrorValue, describe
 from rollsync.pure.refit.blame import HowEnded, StepEnd
+from rollsync.shell.actor_deaths import reason_of_death
 from rollsync.shell.errors import RollsyncError
 
 _T = TypeVar("_T")
@@ -77,6 +80,32 @@ class WorkerUnresponsive(RefitError):
         self.worker = worker
 
 
+class WorkerGone(RefitError, RayActorError):
+    """The process of a policy worker or an engine is gone, or does not answer to Ray.
+
+    It is Ray's kind of error too, for those who tell deaths by that; its cause is Ray's own.
+
+    Args:
+        workers: who is gone, as `policy worker 0` or `engine 1`.
+        death: what Ray raised for one of them.
+    """
+
+    def __init__(self, workers: Sequence[str], death: RayActorError) -> None:
+        gone = f"{' and '.join(workers)} {'is' if len(workers) == 1 else 'are'} gone"
+        super().__init__(
+            f"{gone}: {reason_of_death(death)}",
+            remedy="see Ray's log of it; give the actors that live, and new ones for those that do"
+            " not, to a new group and synchronizer, and call its `reconnect()`",
+        )
+        self.workers = tuple(workers)
+        self.death = death
+        self.actor_id = death.actor_id
+        self.error_msg = self.message
+        self._actor_init_failed = death.actor_init_failed
+        self._preempted = death.preempted
+        self.__cause__ = death
+
+
 class EngineNotServing(RefitError):
     """An engine refused to generate, because its weights are not those of one whole sync.
 
@@ -116,6 +145,14 @@ class WeightMismatch(RefitError):
     def __init__(self, message: str, *, tensor: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.tensor = tensor
+
+
+def name_of_engine(place: int, ranks_per_engine: int) -> str:
+    """An engine, and the rollout workers that it consists of."""
+    first = place * ranks_per_engine
+    if ranks_per_engine == 1:
+        return f"engine {place} (rollout worker {first})"
+    return f"engine {place} (rollout workers {first} to {first + ranks_per_engine - 1})"
 
 
 def accepted(result: Result[_T, RefitErrorValue]) -> _T:

@@ -10,7 +10,7 @@ checkpoint engine is finalized, and then they notice.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeGuard
 
 import ray
 from ray import ObjectRef
@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rollsync.pure.refit.blame import HowEnded, StepEnd, place_of_cause, to_blame
 from rollsync.pure.refit.routes import PolicyWorker, RolloutWorker
-from rollsync.shell.refit.errors import WorkerUnresponsive
+from rollsync.shell.refit.errors import WorkerGone, WorkerUnresponsive, name_of_engine
 from rollsync.shell.refit.step_answers import end_by
 
 NOTICED_S: Final = 2.0
@@ -56,6 +56,12 @@ class WorkerAnswers:
         ends = enumerate(self._ends())
         return frozenset(place for place, end in ends if end.how is HowEnded.SILENT)
 
+    @property
+    def failed_alive(self) -> tuple[Exception, ...]:
+        """What was raised on those whose process has not ended, policy first."""
+        answers = (*self.policy, *self.engines)
+        return tuple(answer for answer in answers if _lives_and_failed(answer))
+
     def cause(self, first: Exception) -> Exception:
         """The error that the others follow from, with notes of those.
 
@@ -65,11 +71,21 @@ class WorkerAnswers:
         answers = (*self.policy, *self.engines)
         best = answers[place_of_cause(self._ends())]
         cause = best if isinstance(best, Exception) else first
+        if isinstance(cause, RayActorError):
+            cause = WorkerGone(self._gone() or ("a worker",), cause)
         for error in answers:
-            if isinstance(error, Exception) and type(error) is not type(cause):
+            if isinstance(error, Exception) and type(error) not in (type(cause), type(best)):
                 # The last line; the lines before are the remote stack.
                 cause.add_note(f"another worker: {str(error).strip().splitlines()[-1:]}")
         return cause
+
+    def _gone(self) -> tuple[str, ...]:
+        """Whose process is gone, with the ranks that an engine has."""
+        size = self.ranks_per_engine
+        policy = [f"policy worker {rank}" for rank in range(len(self.policy))]
+        engines = [name_of_engine(place, size) for place in range(len(self.engines))]
+        named = zip(policy + engines, (*self.policy, *self.engines), strict=True)
+        return tuple(name for name, answer in named if isinstance(answer, RayActorError))
 
     def _ends(self) -> list[StepEnd]:
         return [_end_of(answer) for answer in (*self.policy, *self.engines)]
@@ -144,7 +160,7 @@ def _end_of(answer: object) -> StepEnd:
     return StepEnd(HowEnded.FAILED if error is False else HowEnded.DONE)
 
 
-def _lives_and_failed(answer: object) -> bool:
+def _lives_and_failed(answer: object) -> TypeGuard[Exception]:
     """Whether a worker's process is there after its failure: the end of one is noticed anyway."""
     return isinstance(answer, Exception) and not isinstance(answer, RayActorError)
 

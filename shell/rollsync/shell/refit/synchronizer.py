@@ -30,6 +30,7 @@ from rollsync.pure.refit import (
 from rollsync.shell.refit.errors import (
     RefitConfigurationError,
     WeightTransferFailed,
+    WorkerGone,
     accepted,
 )
 from rollsync.shell.refit.interfaces import (
@@ -117,7 +118,8 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             RefitConfigurationError: when the set-up, where one is needed, was refused.
             WeightTransferFailed: when an engine answered that it did not load the weights, or
                 when workers moved to different versions.
-            Exception: whatever a worker raised, as Ray hands it on.
+            WorkerGone: when the process of a worker has ended.
+            Exception: whatever else a worker raised, as Ray hands it on.
         """
         self._stale = True
         self.last_failure = None
@@ -151,9 +153,19 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         return report
 
     def shutdown(self) -> None:
-        """Finalizes the checkpoint engine on every worker; without a set-up, does nothing."""
-        if self._checkpoint_engine_ready or self._partly_set_up:
+        """Finalizes the checkpoint engine on every worker that lives; without a set-up, does
+        nothing. What a worker held whose process is gone went with it, and is no failure."""
+        if not (self._checkpoint_engine_ready or self._partly_set_up):
+            return
+        before = self.last_failure
+        try:
             self._finalize()
+        except WorkerGone as gone:
+            alive = () if self.last_failure is None else self.last_failure.failed_alive
+            if alive:
+                raise alive[0] from gone
+            logger.warning("shut down without a worker: %s", gone.message)
+            self.last_failure = before
 
     def _finalize(self) -> None:
         """Finalizes the checkpoint engine on every worker. One that is busy with the step that
@@ -357,7 +369,8 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
                 else None,
             )
             self.last_failure = failure
-            raise failure.cause(first) from None
+            cause = failure.cause(first)
+            raise cause from cause.__cause__
 
     def _patience_s(self) -> float:
         """How long a failed step is waited for; not at all would make every worker that has not

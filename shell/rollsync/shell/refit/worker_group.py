@@ -12,7 +12,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.errors import RefitConfigurationError, WorkerGone, name_of_engine
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 
 Actor: TypeAlias = object
@@ -93,7 +93,10 @@ class PolicyGroup:
 
     def prepare_refit_info(self) -> object:
         """What the policy will send, as its first worker says."""
-        return ray.get(call_remote(self.worker_group.leaders[0], "prepare_refit_info"))
+        try:
+            return ray.get(call_remote(self.worker_group.leaders[0], "prepare_refit_info"))
+        except RayActorError as death:
+            raise WorkerGone(["policy worker 0"], death) from death
 
 
 class GenerationGroup:
@@ -120,9 +123,13 @@ class GenerationGroup:
 
     def prepare_refit_info(self, refit_info: object) -> None:
         """Tells every engine what the policy will send."""
-        ray.get(
-            [call_remote(e, "prepare_refit_info", refit_info) for e in self.worker_group.leaders]
-        )
+        leaders = self.worker_group.leaders
+        refs = [call_remote(engine, "prepare_refit_info", refit_info) for engine in leaders]
+        for place, ref in enumerate(refs):
+            try:
+                ray.get(ref)
+            except RayActorError as death:
+                raise WorkerGone([name_of_engine(place, self._ranks_per_engine)], death) from death
 
     async def generate(
         self,

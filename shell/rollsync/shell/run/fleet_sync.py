@@ -30,7 +30,7 @@ from rollsync.pure.refit.fleet.events import (
     SyncStarted,
 )
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
-from rollsync.shell.refit.errors import RefitError, WorkerUnresponsive
+from rollsync.shell.refit.errors import RefitError, WorkerGone, WorkerUnresponsive
 from rollsync.shell.refit.report import SyncReport, WorkerTransfer
 from rollsync.shell.refit.worker_group import GenerationGroup, is_death
 from rollsync.shell.rollout.clients import SyncFigures, TrainerLost, trainer_lost
@@ -200,7 +200,7 @@ class FleetSync:
         if isinstance(outcome, RayActorError):
             # Engines' deaths are dealt with by now. No step says which policy worker is gone: then
             # it is the first, which is asked alone.
-            return trainer_lost(outcome, 0)
+            return trainer_lost(outcome.death if isinstance(outcome, WorkerGone) else outcome, 0)
         return outcome if isinstance(outcome, Exception) else RefitError(decided.why)
 
     def _figures(
