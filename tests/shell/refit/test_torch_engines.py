@@ -14,6 +14,7 @@ import ray
 import torch
 
 from rollsync.pure.refit.lifecycle import Poisoned, Serving
+from rollsync.pure.refit.routes import NOTHING_TO_RELAY
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.engines.metadata import HOST_LABEL
 from rollsync.shell.refit.errors import (
@@ -128,6 +129,19 @@ def test_engines_of_one_policy_worker_are_fed_as_they_lie(actors: Actors, tmp_pa
             assert ask(generation) == reference_answer(saved, PROMPT, GREEDY, version)
     sync.shutdown()
     ray.kill(away)
+
+
+def test_relays_that_no_link_has_need_of_are_said_to_be_none(
+    actors: Actors, caplog: pytest.LogCaptureFixture
+) -> None:
+    generation = GenerationGroup([actors.early, actors.other])
+    for relay in (False, True):
+        caplog.clear()
+        sync = synchronizer(actors.policy, generation, "auto", relay=relay)
+        with caplog.at_level("INFO"):
+            sync.reconnect()
+        sync.shutdown()
+        assert (NOTHING_TO_RELAY in caplog.messages) == relay
 
 
 def test_engines_on_other_hosts_relay_to_each_other(actors: Actors, tmp_path: Path) -> None:

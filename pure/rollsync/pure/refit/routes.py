@@ -13,7 +13,7 @@ a policy worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -77,6 +77,18 @@ class EngineChoice(Struct, frozen=True, kw_only=True):
         return f"{self.route.sender} to {self.route.receiver} by {self.engine}: {self.reason}"
 
 
+NOTHING_TO_RELAY = (
+    "no relays: no link between hosts would carry weights more than once, as where all workers are"
+    " on one host"
+)
+"""What is to be said where relays were asked for and `relayed` finds none."""
+
+
+def relayed(routes: Iterable[Route]) -> bool:
+    """Whether a rollout worker sends."""
+    return any(isinstance(route.sender, RolloutWorker) for route in routes)
+
+
 class RoutingTable(Struct, frozen=True, kw_only=True):
     """All routes, the one to rollout rank r at index r."""
 
@@ -131,7 +143,7 @@ class RoutingTable(Struct, frozen=True, kw_only=True):
     @property
     def has_relays(self) -> bool:
         """Whether a rollout worker sends."""
-        return any(isinstance(route.sender, RolloutWorker) for route in self.routes)
+        return relayed(self.routes)
 
     @property
     def idle_policy_ranks(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from rollsync.shell.run.check import check_cluster
 
     print(f"backend {config.checkpoint_engine.backend}, model {config.model.path}")
-    for each in check_cluster(config):
+    for each in check_cluster(config, note=print):
         print(
             f"{each.route} by {each.carriers}: {each.payload_bytes / 1e6:.2f} MB "
             f"in {each.seconds * 1e3:.1f} ms, {each.gigabytes_per_s:.3f} GB/s",

@@ -27,6 +27,8 @@ from rollsync.pure.refit import (
     plan_topology,
     resolve_bucket_bytes,
 )
+from rollsync.pure.refit.routes import NOTHING_TO_RELAY, relayed
+from rollsync.shell.refit.engines.factory import BUILT_IN
 from rollsync.shell.refit.errors import (
     RefitConfigurationError,
     WeightTransferFailed,
@@ -286,6 +288,9 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         self._choices = _choices(connected[: len(policy_refs)])
         for choice in self._choices:
             logger.info("%s", choice)
+        asked = backend in BUILT_IN and engine_kwargs.get("relay", False)
+        if asked and not relayed(choice.route for choice in self._choices):
+            logger.info(NOTHING_TO_RELAY)
 
     def _topology(self, policy: list[object], generation: list[object]) -> Topology:
         answered = flatten_metadata(generation)

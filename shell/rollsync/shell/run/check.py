@@ -8,7 +8,7 @@ placement puts them, through the same checkpoint engine, with the same bucket si
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 
@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.refit import TensorSpec, plan_routes
-from rollsync.pure.refit.routes import RoutingTable
+from rollsync.pure.refit.routes import NOTHING_TO_RELAY, RoutingTable, relayed
 from rollsync.shell.config import ConfigError
 from rollsync.shell.grpo.replicas import Meeting, Replicas
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
-from rollsync.shell.refit.engines.factory import check_options
+from rollsync.shell.refit.engines.factory import BUILT_IN, check_options
 from rollsync.shell.refit.policy_worker import PolicyRefitMixin
 from rollsync.shell.refit.report import SyncReport
 from rollsync.shell.refit.weights import checkpoint_weights, declare_weights
@@ -118,9 +118,14 @@ class SyntheticPolicyWorker(PolicyRefitMixin):
         return declare_weights(self._module)
 
 
-def check_cluster(config: MasterConfig) -> Iterator[RouteRate]:
+def check_cluster(
+    config: MasterConfig, *, note: Callable[[str], None] = lambda _: None
+) -> Iterator[RouteRate]:
     """Each route of a run by itself, then all together, then the sum of gradients. Trains nothing,
     and leaves the run directory alone.
+
+    Args:
+        note: told where the routes are not what the configuration asks for.
 
     Raises:
         RollsyncError: the configuration cannot work, the workers cannot be placed, or a refit
@@ -132,7 +137,7 @@ def check_cluster(config: MasterConfig) -> Iterator[RouteRate]:
         slots = range(config.generation.engines)
         engines = [start_engine(config, placement, slot) for slot in slots]
         versions = count(step=_SYNCS)
-        for way in ways_of(_routes(config, policy, engines)):
+        for way in ways_of(_routes(config, policy, engines, note)):
             taken = [engines[index] for index in way.engines]
             report = _refit(config, [policy[way.policy_worker]], taken, next(versions))
             yield _rate(_named(placement, way), report, times=len(taken))
@@ -154,7 +159,10 @@ def ways_of(table: RoutingTable) -> tuple[Way, ...]:
 
 
 def _routes(
-    config: MasterConfig, policy: Sequence[Actor], engines: Sequence[Actor]
+    config: MasterConfig,
+    policy: Sequence[Actor],
+    engines: Sequence[Actor],
+    note: Callable[[str], None],
 ) -> RoutingTable:
     """The routes that a run's syncs take while all its engines are there. Who relays follows from
     the hosts that the workers say they are on, when they are connected."""
@@ -164,6 +172,8 @@ def _routes(
         return table
     with _connected(config, policy, engines, version=0) as sync:
         chosen = tuple(choice.route for choice in sync.choices)
+    if settings.backend in BUILT_IN and not relayed(chosen):
+        note(NOTHING_TO_RELAY)
     return RoutingTable(
         train_world_size=table.train_world_size,
         rollout_world_size=table.rollout_world_size,
