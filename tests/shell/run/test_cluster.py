@@ -23,6 +23,7 @@ from rollsync.pure.config import (
     WorkerResources,
 )
 from rollsync.pure.refit.fleet.state import EnginePhase
+from rollsync.pure.refit.routes import NOTHING_TO_RELAY
 from rollsync.shell.cli import main
 from rollsync.shell.cluster import ClusterError, cluster_nodes
 from rollsync.shell.journal import EngineChanged, JournalEntry, StepTrained
@@ -166,8 +167,12 @@ def test_a_cluster_is_checked_with_made_up_weights(
     tmp_path: Path, model_path: Path, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = on_cluster(small_config(tmp_path / "run", model_path), address)
-    assert main(["check-cluster", write_file(config)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "GB/s" in line]
+    # No policy worker has two engines on other hosts.
+    relays = CheckpointEngineConfig(backend="auto", engine_kwargs={"auto": {"relay": True}})
+    assert main(["check-cluster", write_file(replace(config, checkpoint_engine=relays))]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert NOTHING_TO_RELAY in printed
+    lines = [line for line in printed if "GB/s" in line]
     assert len(lines) == len(WAYS) + 2
     for line, (sender, receiver, carrier) in zip(lines, WAYS, strict=False):
         assert line.startswith(f"{sender} (node ")
