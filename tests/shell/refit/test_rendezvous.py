@@ -3,7 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.rendezvous import Rendezvous
@@ -35,5 +34,25 @@ def test_metadata_without_the_secret_is_refused() -> None:
 
 def test_a_worker_that_does_not_come_is_not_waited_for_for_ever() -> None:
     keeper = Rendezvous("127.0.0.1", 0, SECRET, timeout_s=0.2, keeper=True)
-    with pytest.raises(torch.distributed.DistStoreError):
-        keeper.exchange(0, 2, {"rank": 0})
+    with pytest.raises(RefitError, match=r"worker 1, 2 of 3 .* within 0.2 s .*rollout_world_size"):
+        keeper.exchange(0, 3, {"rank": 0})
+
+
+def test_a_wait_ends_by_what_its_caller_learns_meanwhile() -> None:
+    def hear() -> None:
+        raise ValueError("the other side refused")
+
+    keeper = Rendezvous("127.0.0.1", 0, SECRET, timeout_s=250, keeper=True)
+    with pytest.raises(ValueError, match="refused"):
+        keeper.exchange(0, 2, {"rank": 0}, meanwhile=hear)
+
+
+def test_who_waits_for_others_hears_that_the_keeper_is_gone() -> None:
+    keeper = Rendezvous("127.0.0.1", 0, SECRET, timeout_s=250, keeper=True)
+    port = keeper.port
+    kept = [keeper]
+    del keeper
+    with pytest.raises(RefitError, match="trainer rank 0 is gone"):
+        Rendezvous("127.0.0.1", port, SECRET, timeout_s=250).exchange(
+            1, 2, {"rank": 1}, meanwhile=kept.clear
+        )

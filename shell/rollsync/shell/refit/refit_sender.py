@@ -2,19 +2,28 @@
 
 Rules kept here: the iterator is consumed to its end on every rank, also on one that feeds nobody,
 because advancing it may be a collective of all ranks; and whatever belongs to the policy runs
-inside the stream, its version too, so that its failure is told to the receivers that wait.
+inside the stream, its version too, so that its failure is told to the receivers that wait; and
+receivers that are known to have failed are not waited for.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Final
 
 import torch
 
 from rollsync.pure.refit import EngineChoice, TensorSpec
 from rollsync.shell.refit.engine_slot import EngineSlot
+from rollsync.shell.refit.engines import CheckpointEngine
+from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.weights import with_version
+
+_LOOK_EVERY_S: Final = 0.2
+_LAST_WORDS_S: Final = 2.0
+"""How long the stream itself may take to say why the receivers failed, which says more."""
 
 
 class RefitSender:
@@ -62,12 +71,23 @@ class RefitSender:
         weights: Iterable[tuple[str, torch.Tensor]],
         *,
         weight_version: Callable[[], int],
+        receiving: Future[None] | None = None,
     ) -> WorkerTransfer:
-        """Sends one whole stream, in front of it its version."""
+        """Sends one whole stream, in front of it its version.
+
+        Args:
+            weights: names and tensors.
+            weight_version: the version of these weights.
+            receiving: the call in which the rollout workers receive, if this side knows of it;
+                when it fails, the stream is not waited for.
+
+        Raises:
+            RefitError: `receiving` failed, which is the cause.
+        """
         engine = self._slot.engine
         stream = _Stream(weights, weight_version)
         started_s = time.perf_counter()
-        asyncio.run(engine.send_weights(iter(stream)))
+        asyncio.run(_send(engine, stream, receiving))
         return WorkerTransfer(
             role="policy",
             rank=self._rank,
@@ -81,6 +101,31 @@ class RefitSender:
     def finalize(self) -> None:
         """Gives back what `prepare` reserved."""
         self._slot.finalize()
+
+
+async def _send(
+    engine: CheckpointEngine, stream: "_Stream", receiving: Future[None] | None
+) -> None:
+    if receiving is None:
+        await engine.send_weights(iter(stream))
+        return
+    sending = asyncio.ensure_future(engine.send_weights(iter(stream)))
+    try:
+        while not receiving.done() and not sending.done():
+            await asyncio.wait({sending}, timeout=_LOOK_EVERY_S)
+        failure = receiving.exception() if receiving.done() else None
+        if failure is not None:
+            await asyncio.wait({sending}, timeout=_LAST_WORDS_S)
+        if failure is None or sending.done():
+            await sending
+            return
+    finally:
+        sending.cancel()
+        await asyncio.wait({sending})
+    raise RefitError(
+        f"the engines refused the weights: {type(failure).__name__}: {failure}",
+        remedy="put right what they refuse, and send again",
+    ) from failure
 
 
 class _Stream:

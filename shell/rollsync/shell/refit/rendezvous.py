@@ -7,13 +7,18 @@ waited for no longer than the deadline.
 import datetime
 import hashlib
 import hmac
+import time
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 
 from rollsync.shell.refit.errors import RefitError
 
 _SEAL_BYTES = hashlib.sha256().digest_size
+_LOOK_EVERY_S: Final = 0.02
 
 
 class Rendezvous:
@@ -31,32 +36,69 @@ class Rendezvous:
         self, host: str, port: int, secret: bytes, *, timeout_s: float, keeper: bool = False
     ) -> None:
         self._secret = secret
-        self._store = TCPStore(
-            host,
-            port,
-            is_master=keeper,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        self._keeper = keeper
+        self._timeout_s = timeout_s
+        try:
+            self._store = TCPStore(
+                host,
+                port,
+                is_master=keeper,
+                timeout=datetime.timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            )
+        except DistError as error:
+            raise RefitError(
+                f"the rendezvous at {host}:{port} cannot be "
+                + ("kept" if keeper else f"reached within {timeout_s:g} s"),
+                remedy="give all workers the address of trainer rank 0, and a port that is free"
+                " there and that every host of theirs reaches",
+            ) from error
 
     @property
     def port(self) -> int:
         """The store's port."""
         return self._store.port
 
-    def exchange(self, worker: int, workers: int, metadata: object) -> list[object]:
+    def exchange(
+        self,
+        worker: int,
+        workers: int,
+        metadata: object,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[object]:
         """Leaves `metadata` as that of `worker`, and answers everybody's in order.
 
+        Args:
+            meanwhile: called again and again while somebody is missing; what it raises ends the
+                wait.
+
         Raises:
-            RefitError: when somebody without the secret answered in a worker's place.
-            torch.distributed.DistStoreError: when a worker did not come in time.
+            RefitError: when a worker did not come in time, the keeper ended, or somebody without
+                the secret answered in a worker's place.
         """
         body = msgspec.msgpack.encode(metadata)
-        self._store.set(f"worker {worker}", (self._seal(worker, body) + body).hex())
-        return [self._read(other) for other in range(workers)]
+        waiting = _Waiting(self._store, workers, self._timeout_s, meanwhile)
+        try:
+            self._store.set(_key(worker), (self._seal(worker, body) + body).hex())
+            answers: list[object] = []
+            for other in range(workers):
+                waiting.wait_for(other, _key)
+                answers.append(self._opened(other, self._store.get(_key(other))))
+            self._store.set(_key_read(worker), "")
+            if self._keeper:
+                # The store ends with this process's part of the meeting.
+                for other in range(workers):
+                    waiting.wait_for(other, _key_read)
+        except DistError as error:
+            raise RefitError(
+                "the rendezvous ended before all workers had met: trainer rank 0 is gone",
+                remedy="see that worker's log for why it ended",
+            ) from error
+        return answers
 
-    def _read(self, worker: int) -> object:
-        answer = _from_hex(self._store.get(f"worker {worker}"))
+    def _opened(self, worker: int, sealed: bytes) -> object:
+        answer = _from_hex(sealed)
         seal, body = answer[:_SEAL_BYTES], answer[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(worker, body)):
             raise RefitError(
@@ -67,6 +109,48 @@ class Rendezvous:
 
     def _seal(self, worker: int, body: bytes) -> bytes:
         return hmac.digest(self._secret, worker.to_bytes(4, "big") + body, "sha256")
+
+
+class _Waiting:
+    """Waits for what workers leave in a store, all of it within one deadline."""
+
+    def __init__(
+        self,
+        store: TCPStore,
+        workers: int,
+        timeout_s: float,
+        meanwhile: Callable[[], None] | None,
+    ) -> None:
+        self._store = store
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        self._meanwhile = meanwhile
+
+    def wait_for(self, worker: int, key_of: Callable[[int], str]) -> None:
+        while not self._store.check([key_of(worker)]):
+            if self._meanwhile is not None:
+                self._meanwhile()
+            if time.monotonic() > self._deadline_s:
+                raise self._missing(key_of)
+            time.sleep(_LOOK_EVERY_S)
+
+    def _missing(self, key_of: Callable[[int], str]) -> RefitError:
+        missing = [str(w) for w in range(self._workers) if not self._store.check([key_of(w)])]
+        return RefitError(
+            f"worker {', '.join(missing)} of {self._workers} (counted from 0, trainer workers"
+            f" first) did not come to the rendezvous within {self._timeout_s:g} s",
+            remedy="see the log of that worker; check train_world_size and rollout_world_size, or"
+            " raise timeout_s if it is only slow",
+        )
+
+
+def _key(worker: int) -> str:
+    return f"worker {worker}"
+
+
+def _key_read(worker: int) -> str:
+    return f"worker {worker} has read"
 
 
 def _from_hex(answer: bytes) -> bytes:

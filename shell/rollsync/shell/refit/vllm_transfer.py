@@ -94,6 +94,7 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
             ),
             model=lambda: self.model,
         )
+        self._is_started = False
         self._is_received = False
         self.last_transfer: WorkerTransfer | None = None
         """The figures of the last update that succeeded on this worker; None before the first."""
@@ -122,6 +123,7 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
 
     def start_weight_update(self) -> None:
         """Has the model answer nothing from now on."""
+        self._is_started = True
         self._is_received = False
         self._gate.close("a weight update has begun and is not finished")
 
@@ -129,8 +131,15 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
         """Receives and loads one whole stream.
 
         Raises:
+            RefitError: no update was started; the weights are as they were.
             Exception: whatever went wrong. `finish_weight_update` then refuses as well.
         """
+        if not self._is_started:
+            raise RefitError(
+                "weights cannot be received before a weight update is started: the model would"
+                " answer with a mixture of them",
+                remedy="call start_weight_update before update_weights",
+            )
         self._is_received = False
         try:
             self.last_transfer = self._receiver.update()
@@ -152,7 +161,7 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
                 "a weight update cannot be finished before a whole stream of weights has come",
                 remedy="call update_weights between start_weight_update and finish_weight_update",
             )
-        self._is_received = False
+        self._is_started = self._is_received = False
         self._gate.open()
 
     def shutdown(self) -> None:

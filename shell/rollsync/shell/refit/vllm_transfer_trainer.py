@@ -1,18 +1,21 @@
 """The trainer's half of rollsync as vLLM's own weight-transfer backend.
 
 Rules kept here: the engines are told over vLLM's client, the weights move beside it, and an error
-of either side reaches the caller of `send_weights`; and what a source's `metadata()` says will come
+of either side reaches the caller of `send_weights`, within seconds where the other side would wait
+for it in vain; and what a source's `metadata()` says will come
 is what both sides hold each stream to, so that they disagree before the first weight if they do,
 and a rank of several is sent no more than it keeps.
 """
 
 import secrets
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import msgspec
+import torch
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -21,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollsync.pure.refit import TensorSpec
-from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.errors import RefitConfigurationError, RefitError, WeightMismatch
 from rollsync.shell.refit.refit_sender import RefitSender
 from rollsync.shell.refit.rendezvous import Rendezvous
 from rollsync.shell.refit.weights import dtype_name
@@ -75,12 +78,15 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
         client: VLLMWeightSyncClient,
         source: WeightSource,
         sender: RefitSender,
+        declared: Sequence[TensorSpec],
         is_sender: bool,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
         self._weights = source
         self._sender = sender
+        self._declared = frozenset(spec.name for spec in declared)
         self._sent = 0
+        self._sending = threading.Lock()
 
     @classmethod
     def trainer_init(
@@ -93,7 +99,9 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
         """Meets the engines' workers; called on every trainer worker.
 
         Raises:
-            RefitConfigurationError: there is no source, or it has only part of the weights here.
+            RefitConfigurationError: there is no source, or it has only part of the weights here, or
+                what its `metadata()` says cannot be used.
+            RefitError: the engines refused, which is the cause, or somebody did not come in time.
         """
         if source is None:
             raise RefitConfigurationError(
@@ -108,41 +116,85 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
             timeout_s=init_info.timeout_s,
             keeper=init_info.is_sender,
         )
-        with ThreadPoolExecutor(1) as beside:
-            told = None
-            if init_info.is_sender:
-                message = _worker_init_info(init_info, rendezvous.port, declared)
-                told = beside.submit(client.init_weight_transfer_engine, message)
-            sender.init(init_info.engine, init_info.bucket_size_bytes, init_info.engine_kwargs)
-            workers = init_info.train_world_size + init_info.rollout_world_size
-            metadata = rendezvous.exchange(init_info.rank, workers, sender.prepare())
-            sender.declare(declared)
-            sender.init_process_group(
-                metadata=metadata,
-                train_world_size=init_info.train_world_size,
-                rollout_world_size=init_info.rollout_world_size,
-            )
-            if told is not None:
-                told.result()
-        return cls(client=client, source=source, sender=sender, is_sender=init_info.is_sender)
+        # What this side refuses itself, it refuses before an engine waits for it.
+        sender.init(init_info.engine, init_info.bucket_size_bytes, init_info.engine_kwargs)
+        prepared = sender.prepare()
+        try:
+            with ThreadPoolExecutor(1) as beside:
+                told: Future[None] | None = None
+                if init_info.is_sender:
+                    message = _worker_init_info(init_info, rendezvous.port, declared)
+                    told = beside.submit(client.init_weight_transfer_engine, message)
+                metadata = rendezvous.exchange(
+                    init_info.rank,
+                    init_info.train_world_size + init_info.rollout_world_size,
+                    prepared,
+                    meanwhile=lambda: _check_accepted(told),
+                )
+                sender.declare(declared)
+                sender.init_process_group(
+                    metadata=metadata,
+                    train_world_size=init_info.train_world_size,
+                    rollout_world_size=init_info.rollout_world_size,
+                )
+            _check_accepted(told)
+        except BaseException:
+            sender.finalize()
+            raise
+        return cls(
+            client=client,
+            source=source,
+            sender=sender,
+            declared=declared,
+            is_sender=init_info.is_sender,
+        )
 
     def send_weights(self, weight_version: int | None = None) -> None:
         """One whole update of all engines; called on every trainer worker.
 
         Args:
             weight_version: the trainer version of the weights; None counts the updates.
+
+        Raises:
+            RefitError: another send is running; or the engines refused, which is the cause.
+            WeightMismatch: the source yields what its `metadata()` did not declare.
+            Exception: whatever else went wrong on either side.
         """
+        if not self._sending.acquire(blocking=False):
+            raise RefitError(
+                "a send is running already, and two at once would wait for each other",
+                remedy="call send_weights again when it has returned",
+            )
+        try:
+            self._send(weight_version)
+        finally:
+            self._sending.release()
+
+    def _send(self, weight_version: int | None) -> None:
         version = self._sent if weight_version is None else weight_version
         if not self.is_sender:
-            self._sender.send(self._weights, weight_version=lambda: version)
+            self._sender.send(self._as_declared(), weight_version=lambda: version)
         else:
             self.client.start_weight_update()
             with ThreadPoolExecutor(1) as beside:
                 received = beside.submit(self.client.update_weights, {})
-                self._sender.send(self._weights, weight_version=lambda: version)
+                self._sender.send(
+                    self._as_declared(), weight_version=lambda: version, receiving=received
+                )
                 received.result()
             self.client.finish_weight_update(weight_version=str(version))
         self._sent = version + 1
+
+    def _as_declared(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The source's weights, none of which may be one that it did not declare."""
+        for name, tensor in self._weights:
+            if name not in self._declared:
+                raise WeightMismatch(
+                    f"the source yields {name!r}, which its metadata() does not declare",
+                    tensor=name,
+                    remedy="have metadata() and the source's iterator agree, in their order too",
+                )
+            yield name, tensor
 
     def shutdown(self) -> None:
         """Gives back what the checkpoint engine reserved."""
@@ -157,9 +209,31 @@ def _declared(source: WeightSource) -> tuple[TensorSpec, ...]:
             remedy="give every trainer worker a source that yields all of them, gathered",
         )
     return tuple(
-        TensorSpec(name=each.name, shape=tuple(each.shape), dtype=dtype_name(each.dtype))
-        for each in source.metadata()
+        _spec(each.name, tuple(each.shape), dtype_name(each.dtype)) for each in source.metadata()
     )
+
+
+def _spec(name: object, shape: tuple[object, ...], dtype: str) -> TensorSpec:
+    """As the engines will read it, which they would refuse otherwise."""
+    try:
+        return msgspec.convert((name, shape, dtype), TensorSpec)
+    except msgspec.ValidationError as error:
+        raise RefitConfigurationError(
+            f"the source's metadata() has an entry {name!r} of shape {shape}, which is none of a"
+            f" tensor: {error}",
+            remedy="answer names as strings, and shapes as integers",
+        ) from error
+
+
+def _check_accepted(told: Future[None] | None) -> None:
+    """Raises `RefitError` if the engines have refused what they were told."""
+    failure = told.exception() if told is not None and told.done() else None
+    if failure is not None:
+        raise RefitError(
+            f"the engines refused to join the weight transfer: {type(failure).__name__}: {failure}",
+            remedy="put right what they refuse; they take this backend when started with"
+            ' weight_transfer_config={"backend": "rollsync"}',
+        ) from failure
 
 
 def _worker_init_info(

@@ -143,7 +143,8 @@ class WeightChecker:
             raise WeightMismatch(
                 f"the stream ended without the declared weight {name!r}",
                 tensor=name,
-                remedy="declare in prepare_refit_info what the policy's iterator yields",
+                remedy="declare what is sent: in the policy's prepare_refit_info, or in the"
+                " WeightSource's metadata()",
             )
 
 

@@ -126,7 +126,8 @@ class DeclaredOrder:
         raise WeightMismatch(
             f"tensor {self._next} was declared as {declared}, and {name!r} is sent",
             tensor=name,
-            remedy="declare in prepare_refit_info what the policy's iterator yields, in its order",
+            remedy="declare what is sent, in its order: in the policy's prepare_refit_info, or in"
+            " the WeightSource's metadata()",
         )
 
     def check_complete(self) -> None:
@@ -136,7 +137,8 @@ class DeclaredOrder:
             raise WeightMismatch(
                 f"the stream ended without the declared tensor {name!r}",
                 tensor=name,
-                remedy="declare in prepare_refit_info what the policy's iterator yields",
+                remedy="declare what is sent: in the policy's prepare_refit_info, or in the"
+                " WeightSource's metadata()",
             )
 
 

@@ -100,5 +100,6 @@ def _engine_class(backend: str) -> Callable[..., CheckpointEngine]:
 def _refused(backend: str, error: TypeError) -> RefitConfigurationError:
     return RefitConfigurationError(
         f"the checkpoint engine {backend!r} does not take these options: {error}",
-        remedy=f"correct checkpoint_engine.engine_kwargs.{backend}",
+        remedy=f"correct engine_kwargs: checkpoint_engine.engine_kwargs.{backend} of a run, or"
+        " those of RollsyncTrainerInitInfo",
     )
