@@ -61,13 +61,13 @@ def config_of(model: str, directory: Path, *, collective_timeout_s: float = 60.0
 
 
 def two_workers(config: MasterConfig) -> GrpoTrainerClient:
-    """A client of two workers that have not met yet."""
+    """A client of two workers that have not met yet: `start` comes first."""
     remote = ray.remote(AstrayWorker).options(num_cpus=0)
     workers = [
         cast("ActorProxy[GrpoPolicyWorker]", remote.remote(config, rank=rank, workers_on_host=2))
         for rank in range(2)
     ]
-    return GrpoTrainerClient(workers)
+    return GrpoTrainerClient(workers, timeout_s=config.cluster.collective_timeout_s)
 
 
 def tell(client: GrpoTrainerClient, rank: int, what: str) -> object:

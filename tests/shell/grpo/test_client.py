@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,7 +85,7 @@ def pair(
 ) -> Iterator[Together]:
     client = two_workers(config_of(model_path, tmp_path_factory.mktemp("run")))
     with asyncio.Runner() as loop:
-        loop.run(client.__aenter__())
+        loop.run(client.start())
         yield Together(client, loop)
         loop.run(client.__aexit__(None, None, None))
 
@@ -181,6 +182,7 @@ def test_an_error_of_one_worker_is_told_while_the_other_waits(
 
     async def train() -> None:
         async with two_workers(config_of(model_path, tmp_path)) as client:
+            await client.start()
             await client.compute_gradients([*BATCHES[1], *unknown_token])
 
     with pytest.raises(IndexError) as told:
@@ -193,8 +195,8 @@ def test_a_worker_that_cannot_start_says_why(cluster: None, tmp_path: Path) -> N
     model.mkdir()
 
     async def start() -> None:
-        async with two_workers(config_of(str(model), tmp_path)):
-            raise AssertionError("there is no model")
+        async with two_workers(config_of(str(model), tmp_path)) as client:
+            await client.start()
 
     with pytest.raises(TrainerNotStarted, match=r"policy worker [01] did not start: \w*Error: "):
         asyncio.run(start())
@@ -204,14 +206,25 @@ def test_a_worker_that_cannot_start_says_why(cluster: None, tmp_path: Path) -> N
 def test_a_worker_that_is_halted_is_named_after_the_timeout(
     cluster: None, model_path: str, tmp_path: Path
 ) -> None:
+    """In each kind of call. One that is let go does what it was asked for meanwhile."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
     pids: list[int] = []
 
     async def train() -> None:
-        client = two_workers(config_of(model_path, tmp_path, collective_timeout_s=5))
-        async with client:
+        async with two_workers(config_of(model_path, tmp_path, collective_timeout_s=5)) as client:
+            await client.start()
+            await client.save(saved)
             pid = await asyncio.to_thread(tell, client, 1, "pid")
             assert isinstance(pid, int)
             pids.append(pid)
+            calls = (partial(client.load, saved), client.skip_step, client.apply_gradients)
+            for call in calls:
+                await client.compute_gradients(BATCHES[0])
+                os.kill(pid, signal.SIGSTOP)
+                with pytest.raises(TrainerLost, match=r"^policy worker 1 does not answer: nothing"):
+                    await call()
+                os.kill(pid, signal.SIGCONT)
             os.kill(pid, signal.SIGSTOP)
             await client.compute_gradients(BATCHES[0])
 
@@ -229,6 +242,7 @@ def _is_dead(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
+SOON_S = 30.0
 UNREACHABLE = ReplicaUnreachable("policy worker 0 of 3 did not hear from all others")
 
 
@@ -245,7 +259,24 @@ async def _never() -> int:
 
 
 def test_all_answers_come_by_rank() -> None:
-    assert asyncio.run(answers_of([_after(0.02, 7), _after(0.0, 8)])) == [7, 8]
+    calls = [_after(0.02, 7), _after(0.0, 8)]
+    assert asyncio.run(answers_of(calls, timeout_s=SOON_S, runs_from_start=True)) == [7, 8]
+
+
+def test_a_worker_that_is_silent_is_named_after_the_timeout() -> None:
+    async def ask(calls: list[Awaitable[int]], *, runs_from_start: bool) -> None:
+        await answers_of(calls, timeout_s=0.05, runs_from_start=runs_from_start)
+
+    with pytest.raises(TrainerLost, match=r"^policy worker 0, 2 does not .* within 0\.05 s \("):
+        asyncio.run(ask([_never(), _after(0, 1), _never()], runs_from_start=True))
+    after = r"^policy worker 1 does not .* 0\.05 s after another had done the same \("
+    with pytest.raises(TrainerLost, match=after):
+        asyncio.run(ask([_after(0, 1), _never()], runs_from_start=False))
+
+
+def test_the_first_answer_may_take_as_long_as_it_does() -> None:
+    calls = [_after(0.2, 7), _after(0.25, 8)]
+    assert asyncio.run(answers_of(calls, timeout_s=0.15, runs_from_start=False)) == [7, 8]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +297,7 @@ def test_the_failure_of_the_worker_at_fault_is_told(
     calls: Callable[[], list[Awaitable[int]]], expected: type[Exception], words: str
 ) -> None:
     async def ask() -> None:
-        await answers_of(calls())
+        await answers_of(calls(), timeout_s=SOON_S, runs_from_start=False)
 
     with pytest.raises(expected, match=words):
         asyncio.run(ask())

@@ -110,10 +110,11 @@ class Trainer:
         self.calls.append("save")
         if self.unwritable is not None:
             raise self.unwritable
-        (directory / "weights").write_bytes(b"")
+        (directory / "weights").write_text(str(self.trainer_version))
 
     async def load(self, directory: Path) -> None:
         self.calls.append("load")
+        self.trainer_version = int((directory / "weights").read_text())
 
 
 class Fleet(SteadyFleet):

@@ -12,9 +12,16 @@ from msgspec.structs import replace
 from rollsync.pure.config import CheckpointingConfig, DataConfig, RunConfig
 from rollsync.pure.rollout.sampler import InOrderSampler
 from rollsync.pure.snapshot.places import snapshot_of, step_of
-from rollsync.shell.journal import Journal, JournalLine, StepTrained
+from rollsync.shell.journal import (
+    Finished,
+    Journal,
+    JournalLine,
+    Resumed,
+    StepTrained,
+    read_journal,
+)
 from rollsync.shell.rollout.clients import SyncFigures
-from rollsync.shell.rollout.controller import RolloutController, RunClients
+from rollsync.shell.rollout.controller import RolloutController, RunClients, RunOutcome
 from rollsync.shell.rollout.data_plane import InProcessDataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
@@ -59,48 +66,103 @@ class Recording(RealFileSystem):
         super().rename(source, target)
 
 
+class Wired:
+    """A controller of a run of three steps in `directory`, with all parts real but its workers.
+
+    Args:
+        directory: the run's.
+        hanging: what the trainer and the engines never come to an end of: "load" or "sync".
+    """
+
+    def __init__(self, directory: Path, *, hanging: str = "") -> None:
+        sampler = InOrderSampler()
+        settings = replace(
+            config(sampler, checkpointing=CheckpointingConfig(trainer_every_steps=1)),
+            run=RunConfig(directory=str(directory)),
+            data=DataConfig(task="chain_sum", size=20),
+        )
+        settings = replace(settings, grpo=replace(settings.grpo, max_steps=3))
+        dataset = ReasoningGymDataset(settings.data)
+        self.files, self.trainer, self.engine = Recording(), Trainer(), Engine()
+        self.hanging = hanging
+        self.hangs = asyncio.Event()
+        self.store = SnapshotStore(
+            directory, config=settings, dataset_digest=dataset.digest, fs=self.files
+        )
+        self.journal = Journal(directory / "journal.jsonl", self.files)
+        self.controller = RolloutController(
+            settings,
+            sampler=sampler,
+            clients=RunClients(
+                trainer=self.trainer,
+                load_trainer=self._load,
+                generation=self.engine,
+                sync=self._sync,
+                codec=Letters(),
+                verifier=dataset,
+            ),
+            dataloader=PromptDataloader(dataset, max_epochs=1),
+            plane=InProcessDataPlane(),
+            archive=self.store,
+            environment=NoEnvironmentCheckpoint(),
+            journal=self.journal,
+        )
+
+    async def run(self, stop: asyncio.Event) -> RunOutcome:
+        async with asyncio.timeout(SOON_S):
+            outcome = await self.controller.run(stop)
+        self.store.close()
+        self.journal.close()
+        return outcome
+
+    async def _load(self, directory: Path) -> None:
+        await self._hang_in("load")
+        await self.trainer.load(directory)
+
+    async def _sync(self) -> SyncFigures:
+        await self._hang_in("sync")
+        version = self.engine.weight_version = self.trainer.trainer_version
+        return SyncFigures(weight_version=version, bytes=1, seconds=0.0)
+
+    async def _hang_in(self, what: str) -> None:
+        if self.hanging == what:
+            self.hangs.set()
+            await asyncio.Event().wait()
+
+
 @pytest.mark.asyncio
 async def test_what_accounts_for_a_save_is_durable_before_the_save_has_its_name(
     tmp_path: Path,
 ) -> None:
-    sampler = InOrderSampler()
-    settings = replace(
-        config(sampler, checkpointing=CheckpointingConfig(trainer_every_steps=1)),
-        run=RunConfig(directory=str(tmp_path)),
-        data=DataConfig(task="chain_sum", size=20),
-    )
-    settings = replace(settings, grpo=replace(settings.grpo, max_steps=3))
-    dataset = ReasoningGymDataset(settings.data)
-    files, trainer, engine = Recording(), Trainer(), Engine()
-    store = SnapshotStore(tmp_path, config=settings, dataset_digest=dataset.digest, fs=files)
-    journal = Journal(tmp_path / "journal.jsonl", files)
-
-    async def sync() -> SyncFigures:
-        engine.weight_version = trainer.trainer_version
-        return SyncFigures(weight_version=trainer.trainer_version, bytes=1, seconds=0.0)
-
-    controller = RolloutController(
-        settings,
-        sampler=sampler,
-        clients=RunClients(
-            trainer=trainer,
-            load_trainer=trainer.load,
-            generation=engine,
-            sync=sync,
-            codec=Letters(),
-            verifier=dataset,
-        ),
-        dataloader=PromptDataloader(dataset, max_epochs=1),
-        plane=InProcessDataPlane(),
-        archive=store,
-        environment=NoEnvironmentCheckpoint(),
-        journal=journal,
-    )
-    async with asyncio.timeout(SOON_S):
-        assert (await controller.run(asyncio.Event())).completed
-    store.close()
-    calls = files.calls
+    wired = Wired(tmp_path)
+    assert (await wired.run(asyncio.Event())).completed
+    calls = wired.files.calls
     for step in (1, 2, 3):
         trained, named = calls.index(f"trained {step}"), calls.index(f"bundle step_{step:06d}")
         assert "sync" in calls[trained:named], calls
-    journal.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("hanging", ["load", "sync"])
+async def test_a_stop_during_the_start_ends_it_with_nothing_done(
+    tmp_path: Path, hanging: str
+) -> None:
+    begun, asked = Wired(tmp_path), asyncio.Event()
+    begun.journal.listen(lambda entry: asked.set() if isinstance(entry, StepTrained) else None)
+    assert not (await begun.run(asked)).completed
+
+    stop, halted = asyncio.Event(), Wired(tmp_path, hanging=hanging)
+    running = asyncio.create_task(halted.run(stop))
+    await halted.hangs.wait()
+    stop.set()
+    outcome = await running
+    assert (outcome.completed, outcome.saved) == (False, True)
+    assert outcome.why.startswith("asked to stop during the start; nothing was done")
+    assert [call for call in halted.files.calls if call.startswith("bundle")] == []
+    entries = list(read_journal(tmp_path / "journal.jsonl"))
+    assert sum(isinstance(entry, Resumed) for entry in entries) == (2 if hanging == "sync" else 1)
+    last = entries[-1]
+    assert isinstance(last, Finished)
+    assert (last.why == outcome.why) == (hanging == "sync")
+
+    assert (await Wired(tmp_path).run(asyncio.Event())).completed

@@ -132,7 +132,7 @@ def test_a_spare_takes_the_place_of_a_dropped_prompt(
     assert audit.trained_once == 2 * STEPS
 
 
-@pytest.mark.parametrize("kind", ["Resumed", "StepClaimed", "StepTrained", "WeightsSynced"])
+@pytest.mark.parametrize("kind", ["StepClaimed", "StepTrained", "WeightsSynced"])
 def test_a_run_that_is_asked_to_stop_saves_and_can_be_resumed(
     kind: str, children: Children, tmp_path: Path, model_path: Path
 ) -> None:
@@ -151,6 +151,18 @@ def test_a_run_that_is_asked_to_stop_saves_and_can_be_resumed(
     resumed = [entry for entry in entries_of(config) if isinstance(entry, Resumed)]
     assert resumed[-1].source is not None
     assert (Path(config.run.directory) / resumed[-1].source).is_dir()
+
+
+def test_a_run_that_is_asked_to_stop_before_its_first_sync_can_be_started_again(
+    children: Children, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    moment = Moment(kind="Resumed", signal=signal.SIGTERM.value)
+    assert children.run(Order(config=write_file(config), moment=moment)) == STOPPED
+    ended = entries_of(config)[-1]
+    assert isinstance(ended, Finished)
+    assert ended.why.startswith("asked to stop")
+    run_to_the_end(children, config)
 
 
 @pytest.mark.parametrize("every", [1, 100], ids=["checkpoints", "no checkpoints"])

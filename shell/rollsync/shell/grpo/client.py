@@ -1,9 +1,9 @@
 """The policy workers of a run as the one trainer that its controller sees.
 
 Rules kept here: a call returns when every worker has answered, and raises when one of them cannot,
-with the reason of that one and not of those that waited for it; and after each call that changes
-the weights all workers hold the same bits. Whoever holds the client knows the trainer's version
-without asking, as of the last answer.
+with the reason of that one and not of those that waited for it; one that is silent is waited for
+until a deadline; and after each call that changes the weights all workers hold the same bits.
+Whoever holds the client knows the trainer's version without asking, as of the last answer.
 """
 
 from __future__ import annotations
@@ -43,25 +43,38 @@ class ReplicasDiverged(RollsyncError):
 class GrpoTrainerClient:
     """The controller's trainer: see `rollsync.shell.rollout.clients.TrainerClient`.
 
-    It is used in an `async with`: at its beginning the workers start and meet, at its end they are
-    ended.
+    It is used in an `async with`, at whose end the workers are ended; `start` comes first. The
+    workers do the same work, so what one has done the others have to do within `timeout_s` more;
+    a step is taken, or counted, within `timeout_s`. How long the first of them may compute, load or
+    save, which is all that a single worker does, is for the caller to say.
 
     Args:
         workers: the actors, by rank.
+        timeout_s: longest wait for a worker that should have answered.
     """
 
-    def __init__(self, workers: Sequence[ActorProxy[GrpoPolicyWorker]]) -> None:
+    def __init__(
+        self, workers: Sequence[ActorProxy[GrpoPolicyWorker]], *, timeout_s: float
+    ) -> None:
         self.workers = tuple(workers)
         self.trainer_version = 0
+        self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
-        started = await answers_of([each.holding.remote() for each in self.workers])
+        return self
+
+    async def start(self) -> None:
+        """Wait until the workers have started, and have them meet.
+
+        Raises:
+            TrainerNotStarted: one of them could not be made.
+        """
+        started = await self._same_work([each.holding.remote() for each in self.workers])
         self._agree("at the start", started)
         if len(self.workers) > 1:
             # Now that all have started: how long that takes is not for the others' deadline.
-            (meeting,) = await answers_of([self.workers[0].open_meeting.remote()])
-            await answers_of([each.join.remote(meeting) for each in self.workers])
-        return self
+            (meeting,) = await self._quick_work([self.workers[0].open_meeting.remote()])
+            await self._same_work([each.join.remote(meeting) for each in self.workers])
 
     async def __aexit__(
         self,
@@ -77,7 +90,7 @@ class GrpoTrainerClient:
     async def compute_gradients(self, groups: Sequence[Sequence[TrainingRow]]) -> StepMetrics:
         """The gradients of one step, each worker's share of it added up."""
         shares = share_groups(len(groups), len(self.workers))
-        metrics = await answers_of(
+        metrics = await self._same_work(
             [
                 worker.compute_gradients.remote([groups[index] for index in share])
                 for worker, share in zip(self.workers, shares, strict=True)
@@ -87,22 +100,29 @@ class GrpoTrainerClient:
 
     async def apply_gradients(self) -> None:
         """Take the step."""
-        took = await answers_of([each.apply_gradients.remote() for each in self.workers])
+        took = await self._quick_work([each.apply_gradients.remote() for each in self.workers])
         self._agree("after a step", took)
 
     async def skip_step(self) -> None:
         """Count a step without training."""
-        skipped = await answers_of([each.skip_step.remote() for each in self.workers])
+        skipped = await self._quick_work([each.skip_step.remote() for each in self.workers])
         self._agree("after a step", skipped)
 
     async def save(self, directory: Path) -> None:
-        """Have the first worker, which holds what all hold, write the files into `directory`."""
-        await answers_of([self.workers[0].save.remote(str(directory))])
+        """Have the first worker, which holds what all hold, write the files into `directory`. How
+        long that may take is what the caller waits."""
+        await self._same_work([self.workers[0].save.remote(str(directory))])
 
     async def load(self, directory: Path) -> None:
         """Become what the checkpoint in `directory` holds."""
-        loaded = await answers_of([each.load.remote(str(directory)) for each in self.workers])
+        loaded = await self._same_work([each.load.remote(str(directory)) for each in self.workers])
         self._agree(f"after loading {directory}", loaded)
+
+    async def _same_work(self, calls: Sequence[Awaitable[_T]]) -> list[_T]:
+        return await answers_of(calls, timeout_s=self._timeout_s, runs_from_start=False)
+
+    async def _quick_work(self, calls: Sequence[Awaitable[_T]]) -> list[_T]:
+        return await answers_of(calls, timeout_s=self._timeout_s, runs_from_start=True)
 
     def _agree(self, when: str, holdings: Sequence[Holding]) -> None:
         """Take the version from what all workers hold.
@@ -125,32 +145,63 @@ class GrpoTrainerClient:
         self.trainer_version = holdings[0].trainer_version
 
 
-async def answers_of(calls: Sequence[Awaitable[_T]]) -> list[_T]:
+async def answers_of(
+    calls: Sequence[Awaitable[_T]], *, timeout_s: float, runs_from_start: bool
+) -> list[_T]:
     """What the policy workers answered to a call of each, by rank.
 
+    Args:
+        calls: one for each worker.
+        timeout_s: longest wait for an answer.
+        runs_from_start: whether that time runs from now on. False: from the first answer on, for
+            which there is no deadline.
+
     Raises:
-        TrainerLost: one of them is gone; or those that are left say that another does not answer.
+        TrainerLost: one of them is gone, or has not answered in time; or those that are left say
+            that another does not answer.
         Exception: whatever one of them raised, with a note that names it.
     """
     tasks = [asyncio.ensure_future(_awaited(call)) for call in calls]
     try:
-        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        until_s = asyncio.get_running_loop().time() + DEATH_KNOWN_S
-        while (failure := _first_failure(tasks)) and isinstance(failure[1], ReplicaUnreachable):
-            # Those that waited for it may notice an end sooner than Ray does.
-            left_s = until_s - asyncio.get_running_loop().time()
-            if not pending or left_s <= 0:
-                break
-            _, pending = await asyncio.wait(
-                pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
-        if failure is not None:
-            silent = [rank for rank, task in enumerate(tasks) if not task.done()]
+        if not runs_from_start:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        await _wait_for_culprit(tasks)
+        silent = [rank for rank, task in enumerate(tasks) if not task.done()]
+        if (failure := _first_failure(tasks)) is not None:
             raise _as_loss(*failure, silent)
+        if silent:
+            since = "" if runs_from_start else " after another had done the same"
+            raise _lost_in_silence(silent, f"nothing came from it within {timeout_s:g} s{since}")
         return [task.result() for task in tasks]
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _wait_for_culprit(tasks: Sequence[asyncio.Task[_T]]) -> None:
+    """Wait a little for the failure of whom the others have waited for in vain, if they have:
+    they may notice an end sooner than Ray does."""
+    until_s = asyncio.get_running_loop().time() + DEATH_KNOWN_S
+    while (failure := _first_failure(tasks)) and isinstance(failure[1], ReplicaUnreachable):
+        pending = [task for task in tasks if not task.done()]
+        left_s = until_s - asyncio.get_running_loop().time()
+        if not pending or left_s <= 0:
+            break
+        await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _lost_in_silence(silent: Sequence[int], how: str) -> TrainerLost:
+    return TrainerLost(
+        f"{_named(silent)} does not answer: {how}",
+        remedy="see whether its process is halted or stuck, and Ray's log of it; raise"
+        " cluster.collective_timeout_s only if it was merely slow; the same command goes on from"
+        " the last save",
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"policy worker {', '.join(map(str, ranks))}"
 
 
 async def _awaited(call: Awaitable[_T]) -> _T:
@@ -172,7 +223,7 @@ def _as_loss(rank: int, error: BaseException, silent: Sequence[int]) -> BaseExce
     if isinstance(error, RayActorError):
         return _not_started(error, rank) if failed_to_start(error) else trainer_lost(error, rank)
     if isinstance(error, ReplicaUnreachable):
-        who = f"policy worker {', '.join(map(str, silent))} does not answer: " if silent else ""
+        who = f"{_named(silent)} does not answer: " if silent else ""
         lost = TrainerLost(f"{who}{error.message}", remedy=error.remedy)
         lost.__cause__ = error
         return lost

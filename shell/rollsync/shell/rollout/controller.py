@@ -3,7 +3,8 @@
 The rollout pump generates, the train pump trains and moves the weights, the snapshot pump saves.
 They meet only in the state cell and the barrier. Rule kept here: the first thing after a restore is
 a weight sync, so that no engine serves anything but the trainer's version; and the run ends with a
-save, however it is stopped.
+save, however it is stopped; unless it is asked to before it has begun, when there is nothing to
+save.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ from rollsync.shell.rollout.restore import RestoredRollout, RolloutRestorer
 from rollsync.shell.rollout.rollout_pump import RolloutPump
 from rollsync.shell.rollout.snapshot_pump import SnapshotPump
 from rollsync.shell.rollout.snapshots import RolloutSnapshotter
+from rollsync.shell.rollout.stopping import done_before
 from rollsync.shell.rollout.trace import RolloutTraceRecorder
 from rollsync.shell.rollout.train_pump import TrainingEnd, TrainPump
 from rollsync.shell.rollout.waiting import ChangeSignal
 
 PARTITION = "rollouts"
+_NOT_BEGUN = "asked to stop during the start; nothing was done, so there is nothing to save"
 
 _logger = logging.getLogger(__name__)
 
@@ -209,8 +212,11 @@ class RolloutController:
             longest_step_s=lambda: self._training.longest_step_s,
         )
         save_by_s = self._config.checkpointing.checkpoint_must_save_by_s
-        self._note_restored(await self._restore())
-        await self._training.sync_weights()
+        if not await done_before(stop, self._restore()):
+            return self.not_begun()
+        if not await done_before(stop, self._training.sync_weights()):
+            self._finished(_NOT_BEGUN)
+            return self.not_begun()
         try:
             end = await self._pump(
                 pump, stop, deadline_s=None if save_by_s is None else started_s + save_by_s
@@ -226,6 +232,10 @@ class RolloutController:
         return RunOutcome(
             state=self.cell.state, why=end.why, completed=end.completed, saved=end.saved
         )
+
+    def not_begun(self) -> RunOutcome:
+        """The outcome of a run that was asked to stop before it generated or trained anything."""
+        return RunOutcome(state=self.cell.state, why=_NOT_BEGUN, completed=False, saved=True)
 
     def _finished(self, why: str) -> None:
         step = self.cell.state.progress.train_steps
@@ -284,11 +294,11 @@ class RolloutController:
             return training.result()
         return TrainingEnd(why=f"{why}; {last.how}", completed=False, saved=last.saved)
 
-    async def _restore(self) -> RestoredRollout | None:
+    async def _restore(self) -> None:
         restored = await self._restorer.restore()
         if restored is not None and restored.trainer_path is not None:
             await self._clients.load_trainer(restored.trainer_path)
-        return restored
+        self._note_restored(restored)
 
     def _note_restored(self, restored: RestoredRollout | None) -> None:
         steps = self.cell.state.progress.train_steps

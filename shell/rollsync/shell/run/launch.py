@@ -1,7 +1,7 @@
 """Starts what a configuration names (Ray, trainer, engines, run directory) and runs the controller.
 
 Rule kept here: everything that was started is ended, whether the run ends by itself, is asked to
-stop (SIGTERM, SIGINT), or fails.
+stop (SIGTERM, SIGINT), or fails; and a stop is heeded at once, in whatever the run waits for.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from ray.actor import ActorProxy
 
@@ -27,6 +28,7 @@ from rollsync.shell.rollout.controller import RolloutController, RunOutcome
 from rollsync.shell.rollout.data_plane import DataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
+from rollsync.shell.rollout.stopping import done_before
 from rollsync.shell.run.actors import start_engine, start_policy
 from rollsync.shell.run.clients import make_clients, noted
 from rollsync.shell.run.fleet import EngineFleet
@@ -38,6 +40,10 @@ from rollsync.shell.run.saved import JOURNAL, write_config
 from rollsync.shell.run.tokenizer import PolicyTokenizer
 from rollsync.shell.samplers import load_sampler
 from rollsync.shell.store import SnapshotStore
+
+RELEASE_S: Final = 10.0
+"""Longest wait, at the end of a run, for workers to release what a sync holds: one may be busy
+with a step that nobody waits for any more, or halted, and they are ended next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,32 +144,36 @@ async def carry_on(
         RollsyncError: the run cannot go on; it can be resumed.
     """
     config, journal = run.config, run.journal
-    trainer = GrpoTrainerClient(policy)
+    trainer = GrpoTrainerClient(policy, timeout_s=config.cluster.collective_timeout_s)
     fleet = EngineFleet(
         start_engine,
         engines=config.generation.engines,
         settings=config.generation.fleet,
         notice=lambda notice: journal.write(noted(notice)),
     )
+    sync, clients = make_clients(
+        config,
+        trainer=trainer,
+        fleet=fleet,
+        tokenizer=run.tokenizer,
+        verifier=run.dataset,
+        journal=journal,
+    )
+    controller = RolloutController(
+        config,
+        sampler=run.sampler,
+        clients=clients,
+        dataloader=PromptDataloader(run.dataset, max_epochs=config.data.max_epochs),
+        plane=plane,
+        archive=run.store,
+        environment=NoEnvironmentCheckpoint(),
+        journal=journal,
+    )
     async with fleet, trainer:
-        sync, clients = make_clients(
-            config,
-            trainer=trainer,
-            fleet=fleet,
-            tokenizer=run.tokenizer,
-            verifier=run.dataset,
-            journal=journal,
-        )
-        controller = RolloutController(
-            config,
-            sampler=run.sampler,
-            clients=clients,
-            dataloader=PromptDataloader(run.dataset, max_epochs=config.data.max_epochs),
-            plane=plane,
-            archive=run.store,
-            environment=NoEnvironmentCheckpoint(),
-            journal=journal,
-        )
+        if not await done_before(stop, trainer.start()):
+            return controller.not_begun()
         outcome = await controller.run(stop)
-        await sync.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RELEASE_S):
+                await sync.shutdown()
         return outcome

@@ -1,0 +1,30 @@
+"""How work that may take minutes ends when the run is asked to stop.
+
+Rule kept here: what was begun has ended when the wait for it does, also when that was cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+
+async def done_before(stop: asyncio.Event, work: Coroutine[object, None, None]) -> bool:
+    """Wait for `work`; whether it is done. False: `stop` was set, and the work is cancelled.
+
+    Raises:
+        Exception: whatever `work` raised.
+    """
+    working = asyncio.ensure_future(work)
+    asked = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((working, asked), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        asked.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+    if working.cancelled():
+        return False
+    working.result()
+    return True

@@ -1,0 +1,63 @@
+"""What is waited for ends when a stop is asked for, and has ended when the wait does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollsync.shell.rollout.stopping import done_before
+
+
+class Work:
+    """Ends when it is let go; takes a moment to end when it is cancelled."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.did: list[str] = []
+
+    async def __call__(self) -> None:
+        self.did.append("began")
+        try:
+            await self.go.wait()
+            self.did.append("done")
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            self.did.append("cleaned up")
+            raise
+
+
+@pytest.mark.asyncio
+async def test_work_that_ends_is_done() -> None:
+    work = Work()
+    work.go.set()
+    assert await done_before(asyncio.Event(), work())
+    assert work.did == ["began", "done"]
+
+
+@pytest.mark.asyncio
+async def test_a_stop_cancels_and_waits_for_the_end() -> None:
+    stop, work = asyncio.Event(), Work()
+    asyncio.get_running_loop().call_later(0.01, stop.set)
+    assert not await done_before(stop, work())
+    assert work.did == ["began", "cleaned up"]
+
+
+@pytest.mark.asyncio
+async def test_whoever_is_cancelled_leaves_nothing_running() -> None:
+    work = Work()
+    waiting = asyncio.create_task(done_before(asyncio.Event(), work()))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.did == ["began", "cleaned up"]
+
+
+@pytest.mark.asyncio
+async def test_a_failure_is_raised() -> None:
+    async def fail() -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        await done_before(asyncio.Event(), fail())
