@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from rollsync.shell.run.launch import carry_on, opened_run, run_config
 from rollsync.shell.run.model_digest import model_digest, with_model_digest
 from rollsync.shell.run.saved import read_saved
 from rollsync.shell.store import SnapshotStore, StoreError
+from tests.shell.run.halted_worker import HaltedWorker
 from tests.shell.run.test_released import RELEASED, copied
 from tests.shell.store.kit import save_snapshot
 
@@ -117,25 +117,6 @@ def test_a_run_of_before_is_known_by_the_path_of_its_model(tmp_path: Path) -> No
     chosen = store().choose()
     assert chosen.bundle is not None
     assert (chosen.bundle.path, chosen.refused) == (saved, ())
-
-
-class HaltedWorker:
-    """Leaves its process id in a file, and is halted as soon as it is asked for anything."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def holding(self) -> None:
-        self._halt()
-
-    def start(self) -> None:
-        self._halt()
-
-    def _halt(self) -> None:
-        draft = self._file.with_suffix(".draft")
-        draft.write_text(str(os.getpid()))
-        draft.rename(self._file)
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_a_stop_during_the_start_ends_workers_that_are_halted(
