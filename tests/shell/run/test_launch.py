@@ -1,32 +1,22 @@
-"""What `rollsync run` does before anything runs, and when it is asked to stop by then."""
+"""What `rollsync run` does before anything runs."""
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
 
-import psutil
 import pytest
-import ray
 from msgspec.structs import replace
-from ray.actor import ActorProxy
 
 from rollsync.pure.config import dataset_digest
 from rollsync.pure.snapshot.places import LOCK_FILE
 from rollsync.shell.config import ConfigError
-from rollsync.shell.grpo.worker import GrpoPolicyWorker
-from rollsync.shell.rollout.controller import RunOutcome
-from rollsync.shell.rollout.data_plane import InProcessDataPlane
-from rollsync.shell.run.launch import carry_on, opened_run, run_config
+from rollsync.shell.run.launch import run_config
 from rollsync.shell.run.model_digest import model_digest, with_model_digest
 from rollsync.shell.run.saved import read_saved
 from rollsync.shell.store import SnapshotStore, StoreError
-from tests.shell.run.halted_worker import HaltedWorker
 from tests.shell.run.test_released import RELEASED, copied
 from tests.shell.store.kit import save_snapshot
 
@@ -117,38 +107,3 @@ def test_a_run_of_before_is_known_by_the_path_of_its_model(tmp_path: Path) -> No
     chosen = store().choose()
     assert chosen.bundle is not None
     assert (chosen.bundle.path, chosen.refused) == (saved, ())
-
-
-def test_a_stop_during_the_start_ends_workers_that_are_halted(
-    cluster: None, tmp_path: Path
-) -> None:
-    config = copied(RELEASED[0], tmp_path)
-    before = set(contents(Path(config.run.directory)))
-    remote = ray.remote(HaltedWorker).options(num_cpus=0)
-    files = [tmp_path / "policy", tmp_path / "engine"]
-
-    async def begin() -> RunOutcome:
-        stop = asyncio.Event()
-        policy = cast("ActorProxy[GrpoPolicyWorker]", remote.remote(files[0]))
-        running = asyncio.create_task(
-            carry_on(
-                run,
-                plane=InProcessDataPlane(),
-                policy=[policy],
-                start_engine=lambda slot: remote.remote(files[1]),
-                stop=stop,
-            )
-        )
-        while not all(file.exists() for file in files):
-            await asyncio.sleep(0.01)
-        stop.set()
-        return await running
-
-    with opened_run(config) as run:
-        outcome = asyncio.run(begin())
-    assert (outcome.completed, outcome.saved) == (False, True)
-    assert outcome.why.startswith("asked to stop during the start")
-    for file in files:
-        while psutil.pid_exists(int(file.read_text())):
-            signal.sigtimedwait((), 0.05)
-    assert not {name for name in contents(Path(config.run.directory)) if "step" in name} - before

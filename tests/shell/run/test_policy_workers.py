@@ -1,17 +1,28 @@
-"""Runs with two policy workers, either of which is killed with SIGKILL, and started again."""
+"""Runs with policy workers that are halted, or killed with SIGKILL and started again."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from pathlib import Path
+from typing import cast
 
+import psutil
 import pytest
+import ray
 from msgspec.structs import replace
+from ray.actor import ActorProxy
 
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.sampler import InOrderSampler
+from rollsync.shell.grpo.worker import GrpoPolicyWorker
 from rollsync.shell.journal import Finished, JournalEntry, StepTrained
 from rollsync.shell.rollout.clients import TrainerLost
+from rollsync.shell.rollout.controller import RunOutcome
+from rollsync.shell.rollout.data_plane import InProcessDataPlane
+from rollsync.shell.run.launch import carry_on, opened_run
 from tests.shell.run.fleet_runs import PATIENT, run_here
+from tests.shell.run.halted_worker import HaltedWorker
 from tests.shell.run.killable import COMMITTING, GRADIENTS, SAVING, SENDING, of_rank, order
 from tests.shell.run.runs import (
     all_prompts,
@@ -79,6 +90,41 @@ def test_a_workers_death_stops_the_run_by_its_rank_and_the_next_start_resumes(
     config = two_workers(tmp_path / "run", model_path, engines=1)
     kill_after_step(2, orders, GRADIENTS, 1, config)
     assert run_to_the_end(config, orders) == all_prompts()
+
+
+def test_a_stop_during_the_start_ends_workers_that_are_halted(
+    cluster: None, tmp_path: Path, model_path: Path
+) -> None:
+    config = small_config(tmp_path / "run", model_path)
+    remote = ray.remote(HaltedWorker).options(num_cpus=0)
+    files = [tmp_path / "policy", tmp_path / "engine"]
+
+    async def begin() -> RunOutcome:
+        stop = asyncio.Event()
+        policy = cast("ActorProxy[GrpoPolicyWorker]", remote.remote(files[0]))
+        running = asyncio.create_task(
+            carry_on(
+                run,
+                plane=InProcessDataPlane(),
+                policy=[policy],
+                start_engine=lambda slot: remote.remote(files[1]),
+                stop=stop,
+            )
+        )
+        while not all(file.exists() for file in files):
+            await asyncio.sleep(0.01)
+        stop.set()
+        return await running
+
+    with opened_run(config) as run:
+        outcome = asyncio.run(begin())
+    assert (outcome.completed, outcome.saved) == (False, True)
+    assert outcome.why.startswith("asked to stop during the start")
+    for file in files:
+        while psutil.pid_exists(int(file.read_text())):
+            signal.sigtimedwait((), 0.05)
+    assert not list(Path(config.run.directory).glob("step_*"))
+    assert not any(isinstance(entry, Finished) for entry in entries_of(config))
 
 
 @pytest.mark.slow
