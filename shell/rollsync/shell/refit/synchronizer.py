@@ -28,6 +28,7 @@ from rollsync.pure.refit import (
     resolve_bucket_bytes,
 )
 from rollsync.pure.refit.routes import NOTHING_TO_RELAY, relayed
+from rollsync.shell.refit.configuration import check_configuration, note_unread
 from rollsync.shell.refit.engines.factory import BUILT_IN
 from rollsync.shell.refit.errors import (
     RefitConfigurationError,
@@ -81,7 +82,12 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     """How the last step that failed ended on each worker; None when every step went well."""
 
     def init_communicator(self) -> None:
-        """Tells the generation what will come, and connects both sides."""
+        """Tells the generation what will come, and connects both sides.
+
+        Raises:
+            RefitConfigurationError: what the configuration asks for, there is not.
+        """
+        check_configuration(self._checkpoint_engine_config)
         self.last_failure = None
         self._generation.prepare_refit_info(self._policy.prepare_refit_info())
         self._ensure_checkpoint_engine_ready()
@@ -125,6 +131,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         """
         self._stale = True
         self.last_failure = None
+        check_configuration(self._checkpoint_engine_config)
         started_s = time.perf_counter()
         backend = self._checkpoint_engine_config["backend"]
         try:
@@ -215,7 +222,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     def _resolve_bucket_size_bytes(self) -> int:
         if self._bucket_size_bytes is not None:
             return self._bucket_size_bytes
-        setting = self._checkpoint_engine_config["update_weights_bucket_memory_ratio"]
+        setting = self._checkpoint_engine_config.get("update_weights_bucket_memory_ratio")
         ratio = accepted(parse_ratio(setting))
         policy_refs = self._run_policy("checkpoint_engine_total_memory_bytes")
         totals = self._answers(
@@ -248,6 +255,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
 
     def _set_up(self, bucket_size_bytes: int) -> None:
         backend = self._checkpoint_engine_config["backend"]
+        note_unread(backend, self._checkpoint_engine_config["engine_kwargs"])
         engine_kwargs = self._engine_options()
         self._answers(
             self._run_policy(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollsync.pure.config import CheckpointEngineConfig
+from rollsync.shell.refit.engines.addresses import listen_at
 from rollsync.shell.refit.engines.factory import check_options, create_checkpoint_engine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
@@ -58,6 +59,31 @@ def test_what_an_engine_takes_is_taken(config: CheckpointEngineConfig) -> None:
 def test_what_it_would_refuse_is_refused(config: CheckpointEngineConfig, words: str) -> None:
     with pytest.raises(RefitConfigurationError, match=words):
         check_options(config)
+
+
+@pytest.mark.parametrize(
+    ("backend", "option", "value", "words"),
+    [
+        ("shm", "direct", "yes", "direct .* is 'yes': Expected `bool`"),
+        ("shm", "refit_timeout_s", "60", "refit_timeout_s .* is '60': Expected `float`"),
+        ("shm", "refit_timeout_s", -1, "refit_timeout_s is -1 .*positive number"),
+        ("shm", "refit_timeout_s", float("nan"), "refit_timeout_s is nan .*positive number"),
+        ("nixl", "device", "gpu", "device is 'gpu', .*`cuda`"),
+        ("auto", "device", "gpu", "device is 'gpu', .*`cuda`"),
+        ("nixl", "backend_init_params", "x", "backend_init_params is 'x', and no mapping"),
+    ],
+)
+def test_an_option_that_is_of_no_use_is_named_where_the_engine_is_made(
+    backend: str, option: str, value: object, words: str
+) -> None:
+    with pytest.raises(RefitConfigurationError, match=words):
+        create_checkpoint_engine(backend, bucket_size_bytes=4096, engine_kwargs={option: value})
+
+
+@pytest.mark.parametrize("address", ["1.2.3.4", "localhost"])
+def test_an_address_that_is_not_of_this_host_is_named(address: str) -> None:
+    with pytest.raises(RefitConfigurationError, match=f"bind_address is '{address}', where"):
+        listen_at(address)
 
 
 @pytest.mark.parametrize("backend", ["nixl", "auto"])

@@ -14,6 +14,8 @@ import secrets
 import socket
 from dataclasses import dataclass
 
+from rollsync.shell.refit.errors import RefitConfigurationError
+
 _BACKLOG = 128
 _RETRY_S = 0.005
 _SECRET_BYTES = 32
@@ -91,6 +93,23 @@ async def connect(address: str) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def listen_at(bind_address: str | None) -> Listener:
+    """Listen at a free port of an address of this host; None: that by which others reach it.
+
+    Raises:
+        RefitConfigurationError: it is no address of this host.
+    """
+    if bind_address is None:
+        return Listener.on_network(address_of_this_host())
+    try:
+        return Listener.on_network(bind_address)
+    except (OSError, ValueError) as error:
+        raise RefitConfigurationError(
+            f"bind_address is {bind_address!r}, where this host cannot listen: {error}",
+            remedy="give an IPv4 or IPv6 address of this host, or leave it out",
+        ) from error
 
 
 def socket_towards(address: str) -> tuple[socket.socket, bytes | tuple[str, int]]:

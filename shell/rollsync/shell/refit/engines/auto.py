@@ -21,7 +21,7 @@ from rollsync.pure.refit import (
     choose_engine,
 )
 from rollsync.pure.refit.routes import Worker
-from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
+from rollsync.shell.refit.engines.addresses import Listener, listen_at
 from rollsync.shell.refit.engines.base import RoutingEngine
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.direct import DirectMemory
@@ -131,7 +131,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         self._choices = self._all_choices = ()
 
     def _listen(self) -> Listener:
-        return Listener.on_network(self._bind_address or address_of_this_host())
+        return listen_at(self._bind_address)
 
     def _check_peer(self, index: int, metadata: Mapping[str, object]) -> None:
         """One of the two ways reaches every host."""

@@ -32,9 +32,11 @@ def create_checkpoint_engine(
 
     Raises:
         RefitConfigurationError: there is no such engine, or it does not take the options, or not
-            together.
+            with these values (of a built-in engine), or not together.
     """
     engine_class = _engine_class(backend)
+    if backend in BUILT_IN:
+        _check_values(backend, engine_class, engine_kwargs)
     try:
         engine = engine_class(bucket_size_bytes, **engine_kwargs)
     except TypeError as error:
@@ -57,6 +59,15 @@ def check_options(config: CheckpointEngineConfig) -> None:
         inspect.signature(engine_class).bind(0, **options)
     except TypeError as error:
         raise _refused(backend, error) from error
+    _check_values(backend, engine_class, options)
+    if backend in BUILT_IN:
+        check_relayed(direct=bool(options.get("direct")), relay=bool(options.get("relay")))
+
+
+def _check_values(
+    backend: str, engine_class: Callable[..., CheckpointEngine], options: Mapping[str, object]
+) -> None:
+    """Refuse a value of another kind than the engine declares for its option."""
     for name, value in options.items():
         wanted = _kind_of(engine_class, name)
         try:
@@ -66,8 +77,6 @@ def check_options(config: CheckpointEngineConfig) -> None:
                 f"the option {name} of the checkpoint engine {backend!r} is {value!r}: {error}",
                 remedy=f"correct checkpoint_engine.engine_kwargs.{backend}.{name}",
             ) from error
-    if backend in BUILT_IN:
-        check_relayed(direct=bool(options.get("direct")), relay=bool(options.get("relay")))
 
 
 def _kind_of(engine_class: Callable[..., CheckpointEngine], option: str) -> object:

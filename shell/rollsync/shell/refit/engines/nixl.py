@@ -14,7 +14,7 @@ import torch
 
 from rollsync.pure.refit import EngineChoice, PolicyWorker, RoutingTable
 from rollsync.pure.refit.routes import Worker
-from rollsync.shell.refit.engines.addresses import Listener, address_of_this_host
+from rollsync.shell.refit.engines.addresses import Listener, listen_at
 from rollsync.shell.refit.engines.base import RoutingEngine
 from rollsync.shell.refit.engines.direct import DirectMemory, DirectWay
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
@@ -26,6 +26,7 @@ from rollsync.shell.refit.engines.nixl_memory import (
     reserve_transfer_buffers,
 )
 from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
+from rollsync.shell.refit.errors import RefitConfigurationError
 
 
 class NixlEnd:
@@ -40,7 +41,18 @@ class NixlEnd:
     def __init__(
         self, device: str, backend_name: str, backend_init_params: Mapping[str, object] | None
     ) -> None:
-        self._device = torch.device(device)
+        try:
+            self._device = torch.device(device)
+        except RuntimeError as error:
+            raise RefitConfigurationError(
+                f"device is {device!r}, which torch does not know: {error}",
+                remedy="give `cpu`, `cuda` or `cuda:1`, or another of torch's devices",
+            ) from error
+        if not isinstance(backend_init_params or {}, Mapping):
+            raise RefitConfigurationError(
+                f"backend_init_params is {backend_init_params!r}, and no mapping",
+                remedy="give the transport's options by their names",
+            )
         self._backend_name = backend_name
         self._backend_params = {
             name: str(value) for name, value in (backend_init_params or {}).items()
@@ -152,7 +164,7 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
         self._choices = ()
 
     def _listen(self) -> Listener:
-        return Listener.on_network(self._bind_address or address_of_this_host())
+        return listen_at(self._bind_address)
 
     def _check_peer(self, index: int, metadata: Mapping[str, object]) -> None:
         """NIXL reaches every host."""

@@ -110,7 +110,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         mistake = check_bucket_bytes(bucket_size)
         if mistake is not None:
             raise RefitConfigurationError(describe(mistake), error=mistake)
-        if refit_timeout_s <= 0:
+        if not refit_timeout_s > 0:
             raise RefitConfigurationError(
                 f"refit_timeout_s is {refit_timeout_s}", remedy="give a positive number of seconds"
             )

@@ -1,0 +1,61 @@
+"""What code gives as a checkpoint-engine configuration is refused where a file's would be."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rollsync.shell.refit.configuration import check_configuration, note_unread
+from rollsync.shell.refit.errors import RefitConfigurationError
+from tests.shell.refit.scripted_workers import scripted_sync
+
+WHOLE: dict[str, object] = {
+    "backend": "shm",
+    "update_weights_bucket_memory_ratio": 0.1,
+    "engine_kwargs": {"shm": {"direct": True}, "nixl": {"device": "cpu"}, "a:Plugin": {}},
+}
+
+
+def test_a_whole_one_is_taken() -> None:
+    check_configuration(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"direct": True}, "has 'direct', which is none of its keys"),
+        ({"backend": None}, "backend is None, and no name .*`auto`"),
+        ({"backend": ""}, "backend is '', and no name"),
+        ({"engine_kwargs": None}, "engine_kwargs is None, and no mapping"),
+        (
+            {"engine_kwargs": {"direct": True}},
+            r"engine_kwargs.direct is True.*\{'shm': \{'direct': True\}\}",
+        ),
+    ],
+)
+def test_what_a_file_may_not_have_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(RefitConfigurationError, match=words):
+        check_configuration({**WHOLE, **change})
+
+
+@pytest.mark.parametrize("key", ["backend", "engine_kwargs"])
+def test_a_key_that_lacks_is_named(key: str) -> None:
+    with pytest.raises(RefitConfigurationError, match=f"lacks '{key}'"):
+        check_configuration({name: value for name, value in WHOLE.items() if name != key})
+
+
+def test_a_synchronizer_refuses_it_before_it_calls_anybody() -> None:
+    sync = scripted_sync([object()], [object()], timeout_s=1.0, backend="")
+    with pytest.raises(RefitConfigurationError, match="backend is ''"):
+        sync.init_communicator()
+    with pytest.raises(RefitConfigurationError, match="backend is ''"):
+        sync.sync_weights()
+
+
+def test_options_of_another_backend_are_noted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        note_unread("shm", {"shm": {"direct": True}, "nixl": {"device": "cpu"}, "auto": {}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "engine_kwargs.nixl is not read, as the checkpoint engine is 'shm'"
+    ]
