@@ -264,7 +264,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self._stage, self._tensor = stage, tensor
 
     def _where(self) -> dict[str, str]:
-        return {"rank": self._name, "stage": self._stage, "tensor": self._tensor}
+        return {"worker": self._name, "stage": self._stage, "tensor": self._tensor}
 
 
 class Home:
