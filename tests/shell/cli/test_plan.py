@@ -192,6 +192,26 @@ def test_one_file_alone_and_files_without_an_index(
     assert planned(capsys, str(saved))["estimate"]["tensors"] == 4
 
 
+def test_names_are_shown_as_they_are_and_controls_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "m[/x]:smile:\x1b[31m"
+    directory.mkdir(parents=True)
+    weights = {"w[red]x[/y]\x1b[2J\x9bm": torch.zeros(4)}
+    safetensors.torch.save_file(weights, directory / "model.safetensors")
+    assert main(["plan", str(directory)]) == 0
+    out = capsys.readouterr().out
+    assert "w[red]x[/y]\\x1b[2J\\x9bm, 16 B" in out
+    assert "m[/x]:smile:\\x1b[31m" in "".join(out.split())
+    assert main(["plan", str(directory), "--json"]) == 0
+    out += capsys.readouterr().out
+    assert "\\u009bm" in out
+    assert "No such" in refused(capsys, str(directory / "none"))
+    (directory / "model.safetensors").write_bytes(b"")
+    assert "\\x1b[31m" in refused(capsys, str(directory))
+    assert out.replace("\n", "").isprintable()
+
+
 def test_what_cannot_be_read_is_named(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / "model-1.safetensors").write_bytes(b"\0" * 20)
     assert "model-1.safetensors" in refused(capsys, str(saved))

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from rollsync.pure.config import MasterConfig, doubtful
+from rollsync.shell.cli._printing import visible_line
 from rollsync.shell.config import at_address, read_config
 
 
@@ -20,5 +21,5 @@ def read_settings(args: argparse.Namespace) -> MasterConfig:
     """
     config = at_address(read_config(args.config), args.address)
     for each in doubtful(config):
-        print(f"rollsync: note: {each.path}: {each.reason}", file=sys.stderr)
+        print(f"rollsync: note: {visible_line(f'{each.path}: {each.reason}')}", file=sys.stderr)
     return config

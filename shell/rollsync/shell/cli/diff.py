@@ -16,6 +16,7 @@ import msgspec
 from rollsync.codecs.view import Change, changes, view
 from rollsync.pure.rollout.diff import diff, diff_lines
 from rollsync.pure.rollout.state import RolloutState
+from rollsync.shell.cli._printing import say, say_json
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.files import read_state, read_value
 
@@ -47,13 +48,13 @@ def run(args: argparse.Namespace) -> int:
         )
     found = list(changes(view(before), view(after)))
     if as_json:
-        print(json.dumps(msgspec.to_builtins(found), ensure_ascii=False, indent=2))
+        say_json(msgspec.to_builtins(found))
     elif isinstance(before, RolloutState) and isinstance(after, RolloutState):
         for line in diff_lines(diff(before, after)):
-            print(line)
+            say(line)
     else:
         for change in found:
-            print(_line(change))
+            say(_line(change))
     return 1 if found else 0
 
 

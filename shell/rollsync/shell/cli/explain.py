@@ -14,12 +14,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; nothing is changed."""
     from rollsync.pure.rollout.explain import explain
+    from rollsync.shell.cli._printing import say
     from rollsync.shell.run.saved import read_saved
 
     saved = read_saved(args.directory)
     for refused in saved.refused:
-        print(f"passed over {refused}")
-    print(f"from {saved.bundle.path}")
+        say(f"passed over {refused}")
+    say(f"from {saved.bundle.path}")
     for line in explain(saved.plan()):
-        print(line)
+        say(line)
     return 0

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 from rollsync.pure.config import RetentionConfig
+from rollsync.shell.cli._printing import say
 from rollsync.shell.config import ConfigError, read_config
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.run.saved import CONFIG, CONFIG_IS_WRITTEN, NoRunDirectory
@@ -72,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
             remedy="make it removable and run the command again; what else could go is gone",
         ) from error
     for name in collected.names:
-        print(name)
+        say(name)
     verb = "would free" if dry_run else "freed"
-    print(f"{len(collected.names)} names, {verb} {collected.size_bytes} bytes")
+    say(f"{len(collected.names)} names, {verb} {collected.size_bytes} bytes")
     return 0
 
 
@@ -90,7 +91,7 @@ def _limits(directory: Path, checkpoints: int | None, snapshots: int | None) -> 
             trainer_checkpoints=checkpoints or kept.trainer_checkpoints,
             snapshots_per_checkpoint=snapshots or kept.snapshots_per_checkpoint,
         )
-    print(
+    say(
         f"retention: trainer_checkpoints {limits.trainer_checkpoints} ({_source(checkpoints)}), "
         f"snapshots_per_checkpoint {limits.snapshots_per_checkpoint} ({_source(snapshots)})"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from returns.pipeline import is_successful
 from rollsync.codecs import Header, decode_any, describe, read_header
 from rollsync.codecs.view import view
 from rollsync.pure.snapshot.places import is_segment
+from rollsync.shell.cli._printing import say, say_json, visible_line
 from rollsync.shell.files import UnreadableFile, is_ours, read_bytes, read_if_ours
 from rollsync.shell.journal import EngineChanged, SyncRetried, read_evidence
 from rollsync.shell.run.journal_lines import line_of, lines_of
@@ -68,14 +69,14 @@ def _inspect_file(path: Path, as_json: bool) -> int:
         document = {"file": msgspec.to_builtins(summary)}
         if is_successful(result):
             document["value"] = view(result.unwrap())
-        print(json.dumps(document, ensure_ascii=False, indent=2))
+        say_json(document)
     else:
         if is_successful(header):
-            print("\n".join(_header_lines(header.unwrap())))
+            _say_all(_header_lines(header.unwrap()))
         if is_successful(result):
-            print("\n".join(_lines(view(result.unwrap()), 0)))
+            _say_all(_lines(view(result.unwrap()), 0))
         else:
-            print(f"{path}: {summary.problem}")
+            say(f"{path}: {summary.problem}")
     return 0 if is_successful(result) else 1
 
 
@@ -93,11 +94,12 @@ def _inspect_rows(path: Path, as_json: bool) -> int:
             path=str(path), size_bytes=len(data), kind=_ROWS, version=None, problem=problem
         )
         document = {"file": msgspec.to_builtins(file), "value": value}
-        print(json.dumps(document, ensure_ascii=False, indent=2))
+        say_json(document)
     else:
-        print("\n".join((f"{_ROWS}, {len(data)} bytes, {len(rows)} rows", *_lines(value, 0))))
+        say(f"{_ROWS}, {len(data)} bytes, {len(rows)} rows")
+        _say_all(_lines(value, 0))
         if problem is not None:
-            print(f"{path}: {problem}")
+            say(f"{path}: {problem}")
     return 0 if problem is None else 1
 
 
@@ -105,11 +107,18 @@ def _inspect_journal(path: Path, as_json: bool) -> int:
     read_bytes(path)
     entries = list(read_evidence(path))
     if as_json:
-        print(json.dumps(msgspec.to_builtins(entries), ensure_ascii=False, indent=2))
+        say_json(msgspec.to_builtins(entries))
     else:
+        if not entries:
+            say("no entries")
         for entry in entries:
-            print("\n".join(lines_of(entry)))
+            _say_all(lines_of(entry))
     return 0
+
+
+def _say_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
 
 
 def _header_lines(header: Header) -> Iterator[str]:
@@ -143,13 +152,12 @@ def _scalar(value: object) -> str:
 def _inspect_directory(directory: Path, as_json: bool) -> int:
     summaries = list(_summaries(directory))
     if as_json:
-        print(json.dumps(msgspec.to_builtins(summaries), ensure_ascii=False, indent=2))
+        say_json(msgspec.to_builtins(summaries))
     else:
-        for line in _table(summaries):
-            print(line)
+        _say_all(_table(summaries))
         for entry in read_evidence(directory / JOURNAL):
             if isinstance(entry, EngineChanged | SyncRetried):
-                print(line_of(entry))
+                say(line_of(entry))
     return 1 if any(summary.problem for summary in summaries) else 0
 
 
@@ -198,7 +206,13 @@ def _table(summaries: list[FileSummary]) -> Iterator[str]:
     for summary in summaries:
         version = "" if summary.version is None else str(summary.version)
         rows.append(
-            (summary.path, str(summary.size_bytes), summary.kind, version, summary.problem or "")
+            (
+                visible_line(summary.path),
+                str(summary.size_bytes),
+                summary.kind,
+                version,
+                summary.problem or "",
+            )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for path, size, kind, version, problem in rows:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rollsync.shell.cli._printing import visible
 from rollsync.shell.cli.registry import COMMANDS, Command, CommandModule
 from rollsync.shell.errors import RollsyncError
 
@@ -113,7 +114,7 @@ def _nowhere() -> int:
 
 
 def _refuse(message: str, remedy: str, exit_code: int = RollsyncError.exit_code) -> int:
-    print(f"rollsync: {message}", file=sys.stderr)
+    print(f"rollsync: {visible(message)}", file=sys.stderr)
     if remedy:
-        print(f"  {remedy}", file=sys.stderr)
+        print(f"  {visible(remedy)}", file=sys.stderr)
     return exit_code

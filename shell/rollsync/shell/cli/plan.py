@@ -6,7 +6,6 @@ Reads a model's published files and asks pure; nothing runs. Needs neither torch
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +29,7 @@ from rollsync.pure.refit.fused_experts import fuse_experts
 from rollsync.pure.refit.parallel import Parallelism, Shards, plan_shards, whole_model
 from rollsync.shell.cli._console import CommandConsole
 from rollsync.shell.cli._model_files import ModelFiles, PlanRefused, read_model
+from rollsync.shell.cli._printing import say_json
 
 _RATIO = CheckpointEngineConfig().update_weights_bucket_memory_ratio
 """What a run takes too, if it is told nothing else."""
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
             "options": msgspec.to_builtins(options),
             "estimate": msgspec.to_builtins(estimate),
         }
-        print(json.dumps(document, ensure_ascii=False, indent=2))
+        say_json(document)
     else:
         _print(model, options, estimate)
     return 0

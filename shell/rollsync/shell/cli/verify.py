@@ -6,7 +6,6 @@ Reads only, and needs neither torch nor ray nor vllm. Exit code 1 when something
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rollsync.pure.snapshot.manifest import MANIFEST_FILE
+from rollsync.shell.cli._printing import say, say_json
 from rollsync.shell.config import read_config
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.journal import read_evidence, read_journal
@@ -46,9 +46,10 @@ def run(args: argparse.Namespace) -> int:
             remedy="name the directory that run.directory names in the run's configuration",
         )
     if as_json:
-        print(json.dumps(msgspec.to_builtins(report), ensure_ascii=False, indent=2))
+        say_json(msgspec.to_builtins(report))
     else:
-        print("\n".join(_lines(report)))
+        for line in _lines(report):
+            say(line)
     return 0 if report.is_whole else 1
 
 
