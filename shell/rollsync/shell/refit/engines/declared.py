@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from returns.pipeline import is_successful
 
 from rollsync.pure.refit import (
     DeclaredPlan,
@@ -23,7 +22,7 @@ from rollsync.pure.refit import (
     plan_digest,
 )
 from rollsync.pure.refit.layout import Part, SentPart, layout_digest, plan_parts
-from rollsync.shell.refit.errors import RefitConfigurationError, WeightMismatch
+from rollsync.shell.refit.errors import WeightMismatch, accepted
 from rollsync.shell.refit.weights import dtype_name
 
 
@@ -51,12 +50,10 @@ class Declaration:
     """
 
     def __init__(self, specs: Sequence[TensorSpec], bucket_bytes: int) -> None:
-        planned = plan_buckets(specs, bucket_bytes)
-        if not is_successful(planned):
-            raise RefitConfigurationError(describe(planned.failure()), error=planned.failure())
+        planned = accepted(plan_buckets(specs, bucket_bytes))
         self.specs = tuple(specs)
         self.bucket_bytes = bucket_bytes
-        self.plan: DeclaredPlan = declare(planned.unwrap())
+        self.plan: DeclaredPlan = declare(planned)
         self.digest = plan_digest(self.plan)
         self.index_of = {spec.name: index for index, spec in enumerate(self.specs)}
         self.original_of = {a: i for i, spec in enumerate(self.specs) for a in spec.aliases}
@@ -73,11 +70,9 @@ class Declaration:
         Raises:
             RefitConfigurationError: the rank wants what there is not, or some of it twice.
         """
-        planned = plan_parts(self.specs, layout.parts, rank=rollout_rank)
-        if not is_successful(planned):
-            raise RefitConfigurationError(describe(planned.failure()), error=planned.failure())
+        planned = accepted(plan_parts(self.specs, layout.parts, rank=rollout_rank))
         by_source: dict[str, list[SentPart]] = {}
-        for part in planned.unwrap():
+        for part in planned:
             by_source.setdefault(part.source, []).append(part)
         self._parts[layout.digest] = by_source
 

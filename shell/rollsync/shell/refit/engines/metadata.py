@@ -11,11 +11,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from returns.pipeline import is_successful
-
-from rollsync.pure.refit import PolicyWorker, RoutingTable, Sites, describe, plan_routes
+from rollsync.pure.refit import PolicyWorker, RoutingTable, Sites, plan_routes
 from rollsync.pure.refit.routes import Worker
-from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.errors import RefitConfigurationError, accepted
 
 HOST_LABEL: Final = "ROLLSYNC_HOST_LABEL"
 """Workers in whose environment this differs count as on different hosts."""
@@ -84,10 +82,7 @@ def routes_between(
         # Workers of one rank in equal engines keep the same part of the weights.
         rollout_shards=tuple(_rank_in_engine(worker) for worker in rollout),
     )
-    routed = plan_routes(len(policy), len(rollout), sites if relay else None)
-    if not is_successful(routed):
-        raise RefitConfigurationError(describe(routed.failure()), error=routed.failure())
-    return routed.unwrap()
+    return accepted(plan_routes(len(policy), len(rollout), sites if relay else None))
 
 
 def _rank_in_engine(worker: Mapping[str, object]) -> int:

@@ -9,9 +9,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import torch
-from returns.pipeline import is_successful
 
-from rollsync.pure.refit import TensorSpec, describe
+from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.control import Failed
 from rollsync.pure.refit.layout import SentPart
 from rollsync.pure.refit.sharing import share_buffers
@@ -23,7 +22,7 @@ from rollsync.shell.refit.engines.errors import told_of
 from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.opening import offer_plan
 from rollsync.shell.refit.engines.outlets import Outlet
-from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.errors import accepted
 
 
 class SendingStream:
@@ -111,9 +110,7 @@ class SendingStream:
             for channel, receiver in zip(channels, receivers, strict=True)
         ]
         buffers = self._memory.buffers
-        shares = share_buffers(layouts, buffers.buffer_bytes, buffers.count)
-        if not is_successful(shares):
-            raise RefitConfigurationError(describe(shares.failure()), error=shares.failure())
+        shares = accepted(share_buffers(layouts, buffers.buffer_bytes, buffers.count))
         outlets = [
             Outlet(
                 self._memory,
@@ -122,7 +119,7 @@ class SendingStream:
                 self._parts_of(share.layout),
                 checksum=self._checksum,
             )
-            for share in shares.unwrap()
+            for share in shares
         ]
         for outlet in outlets:
             await outlet.begin()
