@@ -96,6 +96,24 @@ async def check_refused(world: World, match: str) -> RollsyncError:
     return caught.value
 
 
+class NotingPuts(InProcessDataPlane):
+    """A data plane that tells of the rows of each put before it takes them."""
+
+    def __init__(self, note: Callable[[Mapping[str, Row]], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    async def put(
+        self,
+        partition_id: str,
+        rows: Mapping[str, Row],
+        *,
+        tags: Mapping[str, Tags] | None = None,
+    ) -> None:
+        self._note(rows)
+        await super().put(partition_id, rows, tags=tags)
+
+
 @pytest.mark.asyncio
 async def test_a_changed_sample_is_named(tmp_path: Path) -> None:
     await saved(tmp_path)
@@ -407,20 +425,9 @@ async def test_rows_are_validated_and_loaded_one_segment_at_a_time(
         alive.update(tensor for row in rows.values() for tensor in row.fields.values())
         return rows
 
-    class Plane(InProcessDataPlane):
-        async def put(
-            self,
-            partition_id: str,
-            rows: Mapping[str, Row],
-            *,
-            tags: Mapping[str, Tags] | None = None,
-        ) -> None:
-            calls.append("put")
-            await super().put(partition_id, rows, tags=tags)
-
     monkeypatch.setattr(PlainBundle, "read_segment", read)
     monkeypatch.setattr(segments, "decode_segment", decoded)
-    resumed = World(tmp_path, plane=Plane())
+    resumed = World(tmp_path, plane=NotingPuts(lambda rows: calls.append("put")))
     await resumed.restore()
     assert calls == [*names, *(each for name in reversed(names) for each in (name, "put"))]
     rows = await resumed.rows()
@@ -442,18 +449,7 @@ async def test_rows_are_put_in_portions_with_their_tags(
     monkeypatch.setattr("rollsync.shell.rollout.restore._ROWS_PER_PUT", rows_per_put)
     portions: list[int] = []
 
-    class Plane(InProcessDataPlane):
-        async def put(
-            self,
-            partition_id: str,
-            rows: Mapping[str, Row],
-            *,
-            tags: Mapping[str, Tags] | None = None,
-        ) -> None:
-            portions.append(len(rows))
-            await super().put(partition_id, rows, tags=tags)
-
-    after = World(tmp_path, plane=Plane())
+    after = World(tmp_path, plane=NotingPuts(lambda rows: portions.append(len(rows))))
     await after.restore()
     assert_same_rows(
         await after.rows(), {f"e0p{n}/{i}": row_of(f"e0p{n}/{i}") for n in (0, 1) for i in (0, 1)}
