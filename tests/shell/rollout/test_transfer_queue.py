@@ -40,6 +40,14 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def nobody_left() -> None:
+    """Actors of the queue before, which Ray ends in its own time, are no more taken for this
+    test's."""
+    while actor_processes(os.getpid(), (*QUEUE_CONTROLLER, *QUEUE_STORAGE)):
+        time.sleep(0.01)
+
+
 @pytest.fixture(scope="class", params=["simple", "ray"])
 def queue(local_ray: None, request: pytest.FixtureRequest) -> Iterator[None]:
     storage: Literal["simple", "ray"] = request.param
@@ -157,7 +165,7 @@ def _what_came(found: dict[str, StoredRow] | BaseException) -> str:
     return {1: "the old row", 2: "the new row"}[int(found["a"].fields["x"].item())]
 
 
-@pytest.mark.usefixtures("local_ray")
+@pytest.mark.usefixtures("local_ray", "nobody_left")
 class TestFailing:
     """What makes TransferQueue wait without end."""
 
@@ -201,23 +209,6 @@ class TestFailing:
         with running_queue(TransferQueuePlaneConfig(storage=storage)) as actors:
             asyncio.run(use(actors))
 
-    def test_a_queue_whose_storage_dies_at_the_start_says_so(self) -> None:
-        """The start itself would wait for it for ever."""
-
-        def kill_at_once() -> None:
-            while not (pids := actor_processes(os.getpid(), QUEUE_STORAGE)):
-                time.sleep(0.005)
-            os.kill(pids[0], signal.SIGKILL)
-
-        killing = threading.Thread(target=kill_at_once)
-        killing.start()
-        with (
-            pytest.raises(DataPlaneLost, match="of TransferQueue died while it started"),
-            running_queue(TransferQueuePlaneConfig(deadline_s=NEVER_S)),
-        ):
-            pass
-        killing.join()
-
 
 @pytest.mark.usefixtures("local_ray")
 class TestHanging:
@@ -232,6 +223,33 @@ class TestHanging:
             running_queue(config),
         ):
             pass
+
+
+@pytest.mark.usefixtures("local_ray")
+class TestDyingAtTheStart:
+    """In a Ray of its own, for the same reason."""
+
+    def test_a_queue_whose_actor_dies_at_the_start_says_so(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The start would wait for it for ever. It lacks a CPU, so that it cannot be over before
+        the actor is killed: its controller is there, and its storage never comes."""
+        monkeypatch.setattr(queue_service, "missing_for_queue", lambda plane, nodes: ())
+
+        def kill_when_there() -> None:
+            while not (pids := actor_processes(os.getpid(), QUEUE_CONTROLLER)):
+                time.sleep(0.005)
+            os.kill(pids[0], signal.SIGKILL)
+
+        killing = threading.Thread(target=kill_when_there)
+        killing.start()
+        config = TransferQueuePlaneConfig(storage_units=CPUS, deadline_s=NEVER_S)
+        with (
+            pytest.raises(DataPlaneLost, match="Controller of TransferQueue died while it started"),
+            running_queue(config),
+        ):
+            pass
+        killing.join()
 
 
 @pytest.mark.usefixtures("local_ray")
