@@ -113,6 +113,17 @@ def test_first_sync_connects_then_moves_the_weights(make: Make) -> None:
     assert bench.log.calls[1].arguments == {"weight": "info"}
 
 
+def test_options_of_another_backend_are_told_of_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make(release_after_refit=True)
+    bench.sync.init_communicator()
+    for _ in range(2):
+        bench.sync.sync_weights()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["engine_kwargs.nixl is not read, as the checkpoint engine is 'shm'"]
+
+
 def test_every_wait_has_the_policy_first(make: Make) -> None:
     bench = make()
     bench.sync.sync_weights()

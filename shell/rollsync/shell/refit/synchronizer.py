@@ -87,7 +87,9 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         Raises:
             RefitConfigurationError: what the configuration asks for, there is not.
         """
-        check_configuration(self._checkpoint_engine_config)
+        config = self._checkpoint_engine_config
+        check_configuration(config)
+        note_unread(config["backend"], config["engine_kwargs"])
         self.last_failure = None
         self._generation.prepare_refit_info(self._policy.prepare_refit_info())
         self._ensure_checkpoint_engine_ready()
@@ -255,7 +257,6 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
 
     def _set_up(self, bucket_size_bytes: int) -> None:
         backend = self._checkpoint_engine_config["backend"]
-        note_unread(backend, self._checkpoint_engine_config["engine_kwargs"])
         engine_kwargs = self._engine_options()
         self._answers(
             self._run_policy(

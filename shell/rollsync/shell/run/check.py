@@ -31,6 +31,7 @@ from rollsync.shell.refit.worker_group import Actor, GenerationGroup, PolicyGrou
 from rollsync.shell.run.actors import start_engine
 from rollsync.shell.run.model_directory import check_model_directory
 from rollsync.shell.run.placement import WorkerPlacement, connected, placed_workers
+from rollsync.shell.run.synchronizer import make_synchronizer
 
 _SYNCS = 2
 """Of each refit. Only the last is measured: the first also makes connections."""
@@ -244,15 +245,8 @@ def _connected(
             for rank, worker in enumerate(policy)
         ]
     )
-    settings = config.checkpoint_engine
-    sync = CheckpointEngineWeightSynchronizer(
-        PolicyGroup(policy),
-        GenerationGroup(engines),
-        {
-            "backend": settings.backend,
-            "update_weights_bucket_memory_ratio": settings.update_weights_bucket_memory_ratio,
-            "engine_kwargs": settings.engine_kwargs,
-        },
+    sync = make_synchronizer(
+        config.checkpoint_engine, PolicyGroup(policy), GenerationGroup(engines)
     )
     sync.init_communicator()
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rollsync.pure.config import MasterConfig
 from rollsync.shell.grpo.client import GrpoTrainerClient
 from rollsync.shell.journal import EngineChanged, Journal, SyncRetried
-from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.generation import SamplingSettings
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
 from rollsync.shell.rollout.clients import GeneratedCompletion, GenerationRequest, Verifier
@@ -13,6 +12,7 @@ from rollsync.shell.rollout.controller import RunClients
 from rollsync.shell.run.fleet import EngineFleet, EngineNotice
 from rollsync.shell.run.fleet_requests import EngineRequests
 from rollsync.shell.run.fleet_sync import FleetSync
+from rollsync.shell.run.synchronizer import make_synchronizer
 from rollsync.shell.run.tokenizer import PolicyTokenizer
 
 
@@ -61,16 +61,8 @@ def make_clients(
     sync = FleetSync(
         fleet,
         group=group,
-        synchronizer=CheckpointEngineWeightSynchronizer(
-            PolicyGroup(trainer.workers),
-            group,
-            {
-                "backend": config.checkpoint_engine.backend,
-                "update_weights_bucket_memory_ratio": (
-                    config.checkpoint_engine.update_weights_bucket_memory_ratio
-                ),
-                "engine_kwargs": config.checkpoint_engine.engine_kwargs,
-            },
+        synchronizer=make_synchronizer(
+            config.checkpoint_engine, PolicyGroup(trainer.workers), group
         ),
         trainer=trainer,
         retried=lambda version, why: journal.write(SyncRetried(weight_version=version, why=why)),
