@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +102,19 @@ def test_a_bucket_ratio_outside_its_range_is_refused(ratio: float) -> None:
     wrong = settings() | {"checkpoint_engine": {"update_weights_bucket_memory_ratio": ratio}}
     with pytest.raises(ConfigError, match="checkpoint_engine"):
         parse(wrong)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, "60", True])
+@pytest.mark.parametrize("backend", ["shm", "nixl", "a_plug_in:Engine"])
+def test_a_deadline_that_is_no_number_of_seconds_is_refused_by_its_path(
+    backend: str, timeout_s: object
+) -> None:
+    wrong = {"engine_kwargs": {backend: {"refit_timeout_s": timeout_s}}}
+    with pytest.raises(ConfigError, match="give a positive number of seconds") as refused:
+        parse(settings() | {"checkpoint_engine": wrong})
+    path = f"checkpoint_engine.engine_kwargs.{backend}.refit_timeout_s"
+    assert refused.value.paths == (path,)
+    assert path in str(refused.value)
 
 
 def test_a_clusters_address_is_where_a_controller_can_be() -> None:

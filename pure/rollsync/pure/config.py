@@ -11,8 +11,11 @@ from hashlib import sha256
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, json
+from returns.pipeline import is_successful
 
+from rollsync.pure.refit.describe import describe
 from rollsync.pure.refit.fleet.state import FleetSettings
+from rollsync.pure.refit.patience import REFIT_TIMEOUT, refit_timeout
 from rollsync.pure.rollout.resume import MAX_ATTEMPTS, MAX_RECOVERIES
 from rollsync.pure.rollout.sampler import CustomSampler, InOrderSampler, SamplerConfig
 from rollsync.pure.rollout.state import RecoveryGranularity
@@ -280,7 +283,12 @@ def impossible(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
             f"{config.generation.max_new_tokens} new tokens leave no room for a prompt within"
             f" generation.max_model_len {config.generation.max_model_len}",
         )
-    return (*found, *_impossible_fleet(config), *_impossible_determinism(config))
+    return (
+        *found,
+        *_impossible_timeouts(config),
+        *_impossible_fleet(config),
+        *_impossible_determinism(config),
+    )
 
 
 class DoubtfulSetting(Struct, frozen=True, kw_only=True):
@@ -313,6 +321,19 @@ def doubtful(config: MasterConfig) -> tuple[DoubtfulSetting, ...]:
         )
         found.append(DoubtfulSetting(path="grpo.max_steps", reason=reason))
     return tuple(found)
+
+
+def _impossible_timeouts(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:
+    """Of every backend, also of those that are not read: it is written down wrongly."""
+    each = config.checkpoint_engine.engine_kwargs.items()
+    return tuple(
+        ImpossibleSetting(
+            path=f"checkpoint_engine.engine_kwargs.{name}.{REFIT_TIMEOUT}",
+            reason=describe(timeout.failure()),
+        )
+        for name, options in each
+        if not is_successful(timeout := refit_timeout(options))
+    )
 
 
 def _impossible_fleet(config: MasterConfig) -> tuple[ImpossibleSetting, ...]:

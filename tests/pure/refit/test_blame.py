@@ -12,6 +12,7 @@ from rollsync.pure.refit.blame import (
     HowEnded,
     StepEnd,
     place_of_cause,
+    refused,
     to_blame,
 )
 
@@ -75,3 +76,11 @@ def test_of_a_ring_of_those_that_waited_all_are_to_blame() -> None:
 def test_nobody_is_to_blame_for_a_step_that_went_well_or_is_only_heard_of() -> None:
     assert to_blame([DONE, DONE, DONE], RANKS) == frozenset()
     assert to_blame([HEARD, HEARD, DONE], RANKS) == frozenset()
+
+
+def test_an_engine_that_says_that_it_did_not_load_has_refused() -> None:
+    loaded: list[object] = [None, True, 1, [True], {"loaded": 3}]
+    for place, answer in enumerate((False, 0, [], "", {})):
+        assert refused([*loaded[:place], answer, *loaded[place:]]) == (place,)
+    assert refused(loaded) == ()
+    assert refused([False, None, 0]) == (0, 2)

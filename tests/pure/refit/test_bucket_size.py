@@ -13,8 +13,10 @@ from rollsync.pure.refit import (
     parse_ratio,
     resolve_bucket_bytes,
 )
+from rollsync.pure.refit.bucket_size import reported_memory
 from rollsync.pure.refit.errors import (
     BucketTooSmall,
+    MemoryNotANumber,
     MemoryNotPositive,
     NoMemoryReported,
     RatioNotANumber,
@@ -109,3 +111,10 @@ def test_workers_of_a_host_share_what_the_container_may_use(
     )
     usable = host_bytes if limit_bytes is None else min(host_bytes, limit_bytes)
     assert 0 <= usable - share * workers < workers
+
+
+def test_the_memory_of_all_ranks_of_a_side_is_read_and_anything_else_named() -> None:
+    assert reported_memory("rollout", [[1, 2], 3, (4.0,)]).unwrap() == (1, 2, 3, 4)
+    error = reported_memory("policy", [1, {"bytes": 2}]).failure()
+    assert error == MemoryNotANumber(side="policy", reported="{'bytes': 2}")
+    assert "policy worker reported its total memory as {'bytes': 2}" in describe(error)

@@ -18,6 +18,7 @@ from rollsync.pure.refit import (
     sort_ranked_metadata,
 )
 from rollsync.pure.refit.errors import (
+    EnginesUneven,
     GroupSizesDiffer,
     MetadataError,
     RankBeyondWorld,
@@ -27,6 +28,7 @@ from rollsync.pure.refit.errors import (
     RankRepeated,
     WorldSizeDiffers,
 )
+from rollsync.pure.refit.metadata import rank_prefixes, topology_of_answers
 
 
 def item(rank: object, group: int = 0) -> dict[str, object]:
@@ -224,3 +226,24 @@ def test_a_rank_that_the_world_has_no_place_for_is_refused(prefix: int, local: i
     ).failure()
     assert error == RankBeyondWorld(rank=prefix + local, world_size=4)
     assert "world of 4" in describe(error)
+
+
+def test_engines_have_equally_many_workers_or_are_refused() -> None:
+    for workers, engines in product(range(-1, 13), repeat=2):
+        prefixes = rank_prefixes(rollout_workers=workers, engines=engines)
+        if engines < 1 or workers < 1 or workers % engines:
+            error = EnginesUneven(rollout_workers=workers, engines=engines)
+            assert prefixes.failure() == error
+            assert f"{workers} rollout workers cannot be shared evenly" in describe(error)
+        else:
+            size = workers // engines
+            assert list(prefixes.unwrap()) == [size * engine for engine in range(engines)]
+
+
+def test_who_should_have_answered_is_known_only_where_there_are_ranks() -> None:
+    policy, ranked = [{"rank": 0}], [[{"rank": 0}], [{"rank": 0}]]
+    opaque = topology_of_answers(policy, ["a", ["b"]], rollout_workers=3).unwrap()
+    assert (opaque.train_world_size, opaque.rollout_world_size) == (1, 2)
+    assert opaque.metadata == ({"rank": 0}, "a", "b")
+    error = topology_of_answers(policy, ranked, rollout_workers=3).failure()
+    assert error == WorldSizeDiffers(side="rollout", declared=3, answered=2)

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from rollsync.pure.refit import (
+    EngineChoice,
     PolicyWorker,
     RolloutWorker,
     Route,
@@ -17,6 +18,7 @@ from rollsync.pure.refit import (
     plan_routes,
 )
 from rollsync.pure.refit.errors import EmptyWorld, SitesIncomplete
+from rollsync.pure.refit.routes import choices_among
 
 WORLDS = list(product(range(1, 7), range(1, 7)))
 
@@ -166,3 +168,12 @@ def test_the_engine_of_a_route_depends_on_whether_it_leaves_the_host() -> None:
     assert str(between) == (
         "rollout 1 to rollout 2 by nixl: the sender is on host a, the receiver on b"
     )
+
+
+def test_what_carries_each_route_is_told_in_the_order_of_the_rollout_ranks() -> None:
+    def choice(rank: int) -> EngineChoice:
+        route = Route(sender=PolicyWorker(0), receiver=RolloutWorker(rank))
+        return EngineChoice(route=route, engine="shm", reason="it is on the same host")
+
+    answers = [(choice(2), choice(0)), None, (), "ready", (choice(1),), [choice(3)], ("x",)]
+    assert choices_among(answers) == (choice(0), choice(1), choice(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 
@@ -51,6 +52,26 @@ def test_a_synchronizer_refuses_it_before_it_calls_anybody() -> None:
         sync.init_communicator()
     with pytest.raises(RefitConfigurationError, match="backend is ''"):
         sync.sync_weights()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 0.0, math.nan, math.inf, 10**400, "60", True, None])
+@pytest.mark.parametrize("backend", ["shm", "a_plug_in:Engine"])
+def test_a_synchronizer_waits_by_a_number_of_seconds(backend: str, timeout_s: object) -> None:
+    sync = scripted_sync([object()], [object()], timeout_s=timeout_s, backend=backend)
+    with pytest.raises(RefitConfigurationError, match=r"refit_timeout_s is .*positive num"):
+        sync.init_communicator()
+    sync = scripted_sync([object()], [object()], timeout_s=1)
+    sync.step_timeout_s = 0.0
+    with pytest.raises(RefitConfigurationError, match=r"step_timeout_s is 0\.0: give a"):
+        sync.init_communicator()
+
+
+@pytest.mark.parametrize("ratio", [0, 1, -0.5, math.nan, math.inf, True, "0.1", None])
+def test_a_share_that_is_none_is_refused_where_it_is_needed(ratio: object) -> None:
+    config = {**WHOLE, "update_weights_bucket_memory_ratio": ratio}
+    with pytest.raises(RefitConfigurationError, match="update_weights_bucket_memory_ratio is"):
+        check_configuration(config)
+    check_configuration(config, needs_ratio=False)
 
 
 def test_options_of_another_backend_are_noted(caplog: pytest.LogCaptureFixture) -> None:

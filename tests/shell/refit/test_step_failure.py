@@ -10,13 +10,12 @@ import ray
 from ray.exceptions import RayActorError
 
 from rollsync.pure.refit.blame import HowEnded, StepEnd
-from rollsync.shell.refit import step_failure
+from rollsync.shell.refit import step_waiting
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost, TransferTimeout
 from rollsync.shell.refit.errors import EngineStepFailed, WorkerGone, WorkerUnresponsive
 from rollsync.shell.refit.step_failure import WorkerAnswers
 from tests.shell.refit.scripted_workers import (
     FINALIZE,
-    INIT,
     SEND,
     UPDATE,
     scripted_sync,
@@ -63,7 +62,7 @@ def test_a_stuck_policy_worker_is_named_and_blamed_and_not_waited_for(
         end(engine, UPDATE, timeout(f"rollout {place}", "policy 0"))
     with pytest.raises(WorkerUnresponsive, match="policy worker 0 does not answer") as raised:
         sync.sync_weights()
-    assert raised.value.worker == "policy worker 0"
+    assert raised.value.workers == ("policy worker 0",)
     assert any("policy 0 said nothing" in note for note in raised.value.__notes__)
     failure = sync.last_failure
     assert failure is not None
@@ -71,22 +70,6 @@ def test_a_stuck_policy_worker_is_named_and_blamed_and_not_waited_for(
     assert failure.engines_to_blame == frozenset()
     assert all(FINALIZE in ray.get(engine.asked.remote()) for engine in engines)
     sync.shutdown()
-
-
-@pytest.mark.parametrize("timeout_s", [-1, 0, "60"])
-def test_who_answers_a_little_later_is_not_stuck_whatever_the_timeout_is(
-    sides: tuple[Side, Side], timeout_s: object
-) -> None:
-    policy, engines = sides
-    sync = scripted_sync(policy, engines, timeout_s=timeout_s, backend="a_plug_in:Engine")
-    refused = ValueError("such a timeout is not taken")
-    end(policy[0], INIT, refused)
-    for engine in engines:
-        end(engine, INIT, refused, takes_s=0.1)
-    with pytest.raises(ValueError, match="such a timeout is not taken"):
-        sync.init_communicator()
-    assert sync.last_failure is not None
-    assert not sync.last_failure.silent
 
 
 def test_a_stuck_engine_is_blamed_and_the_policy_worker_that_waited_for_it_is_not(
@@ -149,7 +132,7 @@ def test_a_sync_is_torn_down_for_its_own_failure_and_not_for_that_of_an_earlier_
 ) -> None:
     """Only where a worker still waits for one that failed, that one's half of the set-up is given
     back; then the rest of it has to go too."""
-    monkeypatch.setattr(step_failure, "NOTICED_S", QUICKLY_S / 8)
+    monkeypatch.setattr(step_waiting, "NOTICED_S", QUICKLY_S / 8)
     policy, engines = sides
     sync = scripted_sync(policy, engines, timeout_s=60.0)
     sync.init_communicator()

@@ -311,6 +311,8 @@ def test_a_bad_ratio_is_refused_by_name_before_anything_remote(make: Make, ratio
     bench = make(ratio=ratio)
     with pytest.raises(RefitConfigurationError, match="update_weights_bucket_memory_ratio"):
         bench.sync.sync_weights()
+    with pytest.raises(RefitConfigurationError, match="update_weights_bucket_memory_ratio"):
+        bench.sync.init_communicator()
     assert bench.log.calls == []
     assert bench.sync.is_stale
 

@@ -24,7 +24,8 @@ def test_a_run_has_said_already_that_other_engines_options_are_not_read(
     )
     policy = RecordingPolicy(Log(), 1)
     generation = RecordingGeneration(Log(), 1, 1, async_engine=True)
-    assert make_synchronizer(settings, policy, generation) == CheckpointEngineWeightSynchronizer(
+    made = make_synchronizer(settings, policy, generation, step_timeout_s=60.0)
+    assert made == CheckpointEngineWeightSynchronizer(
         policy,
         generation,
         {
@@ -32,4 +33,5 @@ def test_a_run_has_said_already_that_other_engines_options_are_not_read(
             "update_weights_bucket_memory_ratio": 0.5,
             "engine_kwargs": given,
         },
+        step_timeout_s=60.0,
     )

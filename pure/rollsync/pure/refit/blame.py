@@ -69,6 +69,12 @@ def to_blame(ends: Sequence[StepEnd], ranks: Sequence[Sequence[str]]) -> frozens
     return frozenset(awaited - late.keys() or awaited or late)
 
 
+def refused(updates: Sequence[object]) -> tuple[int, ...]:
+    """The engines, by their place, that say that they did not load the weights. With None one has
+    no opinion."""
+    return tuple(i for i, update in enumerate(updates) if update is not None and not update)
+
+
 def place_of_cause(ends: Sequence[StepEnd]) -> int:
     """The worker whose end says most of why the step failed."""
     return min(range(len(ends)), key=lambda place: CAUSES_FIRST.index(ends[place].how))

@@ -7,14 +7,15 @@ a typing error costs no remote call.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, SupportsInt
 
 from returns.result import Failure, Result, Success
 
 from rollsync.pure.refit.errors import (
     BucketSizeError,
     BucketTooSmall,
+    MemoryNotANumber,
     MemoryNotPositive,
     NoMemoryReported,
     RatioError,
@@ -22,6 +23,7 @@ from rollsync.pure.refit.errors import (
     RatioOutOfRange,
     Side,
 )
+from rollsync.pure.refit.metadata import flatten_metadata
 
 MEBIBYTE: Final = 1024 * 1024
 RATIO_SETTING: Final = "update_weights_bucket_memory_ratio"
@@ -77,6 +79,23 @@ def resolve_bucket_bytes(
             )
         )
     return Success(mebibytes * MEBIBYTE)
+
+
+def reported_memory(
+    side: Side, answers: Iterable[object]
+) -> Result[tuple[int, ...], MemoryNotANumber]:
+    """The total memory of each worker of a side, in bytes.
+
+    Args:
+        side: which one.
+        answers: of its workers, or of its engines: a number, or one for each rank.
+    """
+    totals: list[int] = []
+    for total in flatten_metadata(answers):
+        if not isinstance(total, SupportsInt):
+            return Failure(MemoryNotANumber(side=side, reported=repr(total)))
+        totals.append(int(total))
+    return Success(tuple(totals))
 
 
 def host_memory_share(

@@ -41,11 +41,13 @@ def describe(error: e.RefitErrorValue) -> str:
         case (
             e.RatioNotANumber()
             | e.RatioOutOfRange()
+            | e.TimeoutRefused()
             | e.NoMemoryReported()
             | e.MemoryNotPositive()
+            | e.MemoryNotANumber()
             | e.BucketTooSmall()
         ):
-            return _bucket_size(error)
+            return _settings(error)
         case (
             e.RankNotAnInteger()
             | e.RankMissing()
@@ -56,6 +58,7 @@ def describe(error: e.RefitErrorValue) -> str:
             | e.RankBeyondWorld()
             | e.EmptyWorld()
             | e.SitesIncomplete()
+            | e.EnginesUneven()
         ):
             return _workers(error)
         case (
@@ -141,7 +144,7 @@ def _agreement(error: e.PlanDifference | e.SentOtherThanDeclared) -> str:
             assert_never(error)
 
 
-def _bucket_size(error: e.RatioError | e.BucketSizeError) -> str:
+def _settings(error: e.RatioError | e.TimeoutRefused | e.BucketSizeError) -> str:
     match error:
         case e.RatioNotANumber():
             return f"{error.setting} is {error.value}: give a number between 0 and 1, such as 0.05"
@@ -150,12 +153,22 @@ def _bucket_size(error: e.RatioError | e.BucketSizeError) -> str:
                 f"{error.setting} is {error.value}: give a number strictly between 0 and 1, "
                 "such as 0.05"
             )
+        case e.TimeoutRefused():
+            return (
+                f"{error.setting} is {error.value}: give a positive number of seconds, at most"
+                f" {error.longest_s:g}"
+            )
         case e.NoMemoryReported():
             return f"no {error.side} worker reported its memory: is any of them running?"
         case e.MemoryNotPositive():
             return (
                 f"{error.side} worker {error.worker} reported {error.total_bytes} bytes of memory: "
                 "it sees no device, or measured the wrong one"
+            )
+        case e.MemoryNotANumber():
+            return (
+                f"a {error.side} worker reported its total memory as {error.reported}: answer"
+                " checkpoint_engine_total_memory_bytes with a number of bytes"
             )
         case e.BucketTooSmall():
             return (
@@ -209,6 +222,11 @@ def _workers(error: e.MetadataError | e.RankBeyondWorld | e.RouteError) -> str:
             return (
                 f"sites are given for {error.given} of {error.world_size} {error.side} workers: "
                 "give one for each"
+            )
+        case e.EnginesUneven():
+            return (
+                f"{error.rollout_workers} rollout workers cannot be shared evenly by"
+                f" {error.engines} engines: give every data-parallel engine equally many workers"
             )
         case _:
             assert_never(error)

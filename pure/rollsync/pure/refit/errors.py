@@ -101,7 +101,7 @@ class SentOtherThanDeclared(_Error, frozen=True, kw_only=True):
     sent: str
 
 
-# Bucket size
+# Settings, and bucket size
 
 
 class RatioNotANumber(_Error, frozen=True, kw_only=True):
@@ -142,8 +142,23 @@ class BucketTooSmall(_Error, frozen=True, kw_only=True):
     total_bytes: int
 
 
+class TimeoutRefused(_Error, frozen=True, kw_only=True):
+    """A configured number of seconds that cannot be waited for."""
+
+    setting: str
+    value: str
+    longest_s: float
+
+
+class MemoryNotANumber(_Error, frozen=True, kw_only=True):
+    """A worker reported its memory as something else than a number of bytes."""
+
+    side: Side
+    reported: str
+
+
 RatioError = RatioNotANumber | RatioOutOfRange
-BucketSizeError = NoMemoryReported | MemoryNotPositive | BucketTooSmall
+BucketSizeError = NoMemoryReported | MemoryNotPositive | MemoryNotANumber | BucketTooSmall
 
 # Metadata of the workers
 
@@ -227,7 +242,14 @@ class SitesIncomplete(_Error, frozen=True, kw_only=True):
     given: int
 
 
-RouteError = EmptyWorld | SitesIncomplete
+class EnginesUneven(_Error, frozen=True, kw_only=True):
+    """Engines among which the rollout workers cannot be shared evenly."""
+
+    rollout_workers: int
+    engines: int
+
+
+RouteError = EmptyWorld | SitesIncomplete | EnginesUneven
 
 # Destination layout
 
@@ -392,6 +414,7 @@ RefitErrorValue = (
     | PlanDifference
     | SentOtherThanDeclared
     | RatioError
+    | TimeoutRefused
     | BucketSizeError
     | MetadataError
     | RankBeyondWorld

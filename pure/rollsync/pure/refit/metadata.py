@@ -19,6 +19,7 @@ from returns.pipeline import is_successful
 from returns.result import Failure, Result, Success
 
 from rollsync.pure.refit.errors import (
+    EnginesUneven,
     GroupSizesDiffer,
     MetadataError,
     RankBeyondWorld,
@@ -100,6 +101,34 @@ def plan_topology(
             rollout_world_size=rollout_world_size,
         )
     )
+
+
+def topology_of_answers(
+    policy: Sequence[object], generation: Sequence[object], *, rollout_workers: int
+) -> Result[Topology, MetadataError]:
+    """The topology of those who answered.
+
+    Args:
+        policy: Answers of the policy workers, all of which were asked.
+        generation: Answers of the data-parallel groups, in worker-group order.
+        rollout_workers: How many rollout workers should have answered. Metadata without ranks is
+            opaque: then who answered is all there is to know.
+    """
+    answered = flatten_metadata(generation)
+    ranked = any(_rank_of(item) is not None for item in answered)
+    return plan_topology(
+        policy,
+        generation,
+        train_world_size=len(flatten_metadata(policy)),
+        rollout_world_size=rollout_workers if ranked else len(answered),
+    )
+
+
+def rank_prefixes(*, rollout_workers: int, engines: int) -> Result[range, EnginesUneven]:
+    """How many rollout workers the engines before each one have, engine by engine."""
+    if engines < 1 or rollout_workers < 1 or rollout_workers % engines:
+        return Failure(EnginesUneven(rollout_workers=rollout_workers, engines=engines))
+    return Success(range(0, rollout_workers, rollout_workers // engines))
 
 
 def rollout_rank(

@@ -77,6 +77,18 @@ class EngineChoice(Struct, frozen=True, kw_only=True):
         return f"{self.route.sender} to {self.route.receiver} by {self.engine}: {self.reason}"
 
 
+def choices_among(answers: Iterable[object]) -> tuple[EngineChoice, ...]:
+    """What carries each route, in the order of the rollout ranks.
+
+    Args:
+        answers: what the policy workers said when they had connected; one whose engine does not
+            choose says something else.
+    """
+    each = (choice for answer in answers if isinstance(answer, tuple) for choice in answer)
+    choices = (choice for choice in each if isinstance(choice, EngineChoice))
+    return tuple(sorted(choices, key=lambda choice: choice.route.receiver.rank))
+
+
 NOTHING_TO_RELAY = (
     "no relays: no link between hosts would carry weights more than once, as where all workers are"
     " on one host"

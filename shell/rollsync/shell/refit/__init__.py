@@ -7,7 +7,8 @@
 `policy` and `generation` are NeMo-RL's, or anything of the shapes in `interfaces`, such as the
 groups of Ray actors in `worker_group`. The other modules:
 
-- the driver: `synchronizer` (the order of things), `report` (figures and metrics), `errors`;
+- the driver: `synchronizer` (the order of things), `step_waiting` (how long for), `step_failure`
+  (and why in vain), `remote_waits`, `configuration`, `report` (figures, metrics), `errors`;
 - a policy worker: `policy_worker` (the mixin), `refit_sender`, `weights`;
 - a generation worker: `generation` (what engines offer, and when), `vllm_generation` and
   `torch_generation` (engines in Ray actors), `refit_receiver`, `vllm_worker` (inside vLLM's

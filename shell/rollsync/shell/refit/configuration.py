@@ -2,6 +2,7 @@
 
 Rule kept here: nothing that was given is passed over in silence. What a backend's own options have
 to be is for the backend to say, where it is made: its packages need not be on the driver's machine.
+Only `refit_timeout_s` is also what whoever drives the workers waits by.
 """
 
 from __future__ import annotations
@@ -9,20 +10,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.pure.refit.bucket_size import RATIO_SETTING, parse_ratio
+from rollsync.pure.refit.patience import refit_timeout
+from rollsync.shell.refit.errors import RefitConfigurationError, accepted
 
 logger = logging.getLogger(__name__)
 
-_KEYS = ("backend", "update_weights_bucket_memory_ratio", "engine_kwargs")
+_KEYS = ("backend", RATIO_SETTING, "engine_kwargs")
 _ALWAYS_NEEDED = ("backend", "engine_kwargs")
-"""The share of the memory is not, where the bucket's size is known: who needs it refuses None."""
+"""The share of the memory is not, where the bucket's size is known."""
 
 
-def check_configuration(config: Mapping[str, object]) -> None:
+def check_configuration(config: Mapping[str, object], *, needs_ratio: bool = True) -> None:
     """Refuse what would be no configuration in a file either, options apart.
 
+    Args:
+        config: what was given.
+        needs_ratio: whether the size of a bucket is to be found by the share of the memory.
+
     Raises:
-        RefitConfigurationError: a key is missing or unknown, or its value of another kind.
+        RefitConfigurationError: a key is missing or unknown, or its value of another kind, or no
+            number of the kind that is wanted.
     """
     for key in config:
         if key not in _KEYS:
@@ -56,6 +64,9 @@ def check_configuration(config: Mapping[str, object]) -> None:
                 remedy="put options under the backend's name, as in"
                 f" {{{backend!r}: {{{name!r}: {options!r}}}}}",
             )
+        accepted(refit_timeout(options))
+    if needs_ratio:
+        accepted(parse_ratio(config.get(RATIO_SETTING)))
 
 
 def note_unread(backend: str, engine_kwargs: Mapping[str, Mapping[str, object]]) -> None:

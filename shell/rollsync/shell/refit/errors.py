@@ -69,15 +69,26 @@ class EngineStepFailed(RefitError):
 
 
 class WorkerUnresponsive(RefitError):
-    """A worker had not ended its part of a failed step when nobody else was busy with it any more.
+    """Workers had not ended their part of a step when they were not waited for any longer.
 
     Args:
-        worker: the worker, as `policy worker 0` or `engine 1`.
+        workers: who is silent, as `policy worker 0` or `engine 1`.
+        how: what was waited for, and how long.
+        setting: what to raise where it is only slow; empty when there is no such thing.
     """
 
-    def __init__(self, message: str, *, worker: str, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.worker = worker
+    def __init__(self, workers: Sequence[str], how: str, *, setting: str = "") -> None:
+        does, its = (
+            ("does", "its process is") if len(workers) == 1 else ("do", "their processes are")
+        )
+        slow = f"; raise {setting} if it is only slow" if setting else ""
+        super().__init__(
+            f"{' and '.join(workers)} {does} not answer: {how}",
+            remedy=f"see whether {its} stopped or stuck, and end it{slow}",
+        )
+        self.workers = tuple(workers)
+        self.how = how
+        self.setting = setting
 
 
 class WorkerGone(RefitError, RayActorError):

@@ -9,33 +9,24 @@ offloading and waking stay the caller's; and a sync that did not reach every eng
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import SupportsInt, cast
+from typing import cast
 
 import ray
 from ray import ObjectRef
 
-from rollsync.pure.refit import (
-    MEBIBYTE,
-    EngineChoice,
-    Topology,
-    flatten_metadata,
-    parse_ratio,
-    plan_topology,
-    resolve_bucket_bytes,
-)
-from rollsync.pure.refit.routes import NOTHING_TO_RELAY, relayed
+from rollsync.pure.refit import MEBIBYTE, EngineChoice, parse_ratio, resolve_bucket_bytes
+from rollsync.pure.refit.blame import refused
+from rollsync.pure.refit.bucket_size import RATIO_SETTING, reported_memory
+from rollsync.pure.refit.metadata import rank_prefixes, topology_of_answers
+from rollsync.pure.refit.patience import DEFAULT_STEP_TIMEOUT_S, Step, parse_timeout, refit_timeout
+from rollsync.pure.refit.routes import NOTHING_TO_RELAY, choices_among, relayed
 from rollsync.shell.refit.configuration import check_configuration, note_unread
 from rollsync.shell.refit.engines.factory import BUILT_IN
-from rollsync.shell.refit.errors import (
-    RefitConfigurationError,
-    WeightTransferFailed,
-    WorkerGone,
-    accepted,
-)
+from rollsync.shell.refit.errors import WeightTransferFailed, WorkerGone, accepted
 from rollsync.shell.refit.interfaces import (
     CheckpointEngineConfig,
     RefitGeneration,
@@ -44,7 +35,8 @@ from rollsync.shell.refit.interfaces import (
     WeightSynchronizer,
 )
 from rollsync.shell.refit.report import SyncMetrics, SyncReport, summarize
-from rollsync.shell.refit.step_failure import NOTICED_S, WorkerAnswers, settle
+from rollsync.shell.refit.step_failure import WorkerAnswers
+from rollsync.shell.refit.step_waiting import NOTICED_S, RunningStep, StepFailed
 from rollsync.shell.refit.worker_group import call_remote
 
 logger = logging.getLogger(__name__)
@@ -55,16 +47,14 @@ SYNC_LABEL = "prepare_for_generation/transfer_and_update_weights"
 RANK_0_AXES = ["tensor_parallel", "pipeline_parallel"]
 """One call per generation engine: its rank 0 hands the call on inside the engine."""
 
-DEFAULT_REFIT_TIMEOUT_S = 300.0
-"""How long a failed sync waits for the workers that have not answered yet, if not configured."""
-
 
 @dataclass
 class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     """Moves a policy's weights into its generation engines through a checkpoint engine.
 
     Both sides are driven by shape (see `interfaces`): NeMo-RL's policy and generation objects fit
-    as they are, and so do rollsync's worker groups.
+    as they are, and so do rollsync's worker groups. What their own `prepare_refit_info` waits for
+    is theirs to bound; everything else has a deadline here.
     """
 
     _policy: RefitPolicy
@@ -78,6 +68,8 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     _choices: tuple[EngineChoice, ...] = field(default=(), repr=False, compare=False)
     """What carries each route, where the backend chooses."""
     _metrics: SyncMetrics = field(default_factory=SyncMetrics, repr=False, compare=False)
+    step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
+    """Longest wait for a step that moves no weights. The first may find workers still starting."""
     last_failure: WorkerAnswers | None = field(default=None, repr=False, compare=False)
     """How the last step that failed ended on each worker; None when every step went well."""
 
@@ -86,9 +78,10 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
 
         Raises:
             RefitConfigurationError: what the configuration asks for, there is not.
+            WorkerGone, WorkerUnresponsive: a worker has ended, or does not answer in time.
         """
+        self._check_settings()
         config = self._checkpoint_engine_config
-        check_configuration(config)
         note_unread(config["backend"], config["engine_kwargs"])
         self.last_failure = None
         self._generation.prepare_refit_info(self._policy.prepare_refit_info())
@@ -129,11 +122,12 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             WeightTransferFailed: when an engine answered that it did not load the weights, or
                 when workers moved to different versions.
             WorkerGone: when the process of a worker has ended.
+            WorkerUnresponsive: when a worker has not ended a step in time.
             Exception: whatever else a worker raised, as Ray hands it on.
         """
         self._stale = True
         self.last_failure = None
-        check_configuration(self._checkpoint_engine_config)
+        self._check_settings()
         started_s = time.perf_counter()
         backend = self._checkpoint_engine_config["backend"]
         try:
@@ -184,11 +178,12 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         # The set-up counts as gone even if a worker fails to release: the next sync prepares anew.
         self._checkpoint_engine_ready = False
         self._partly_set_up = False
-        policy_refs = self._run_policy("finalize_checkpoint_engine")
-        generation_refs = self._run_generation("finalize_checkpoint_engine")
+        policy_refs = self._run_policy(Step.FINALIZE)
+        generation_refs = self._run_generation(Step.FINALIZE)
         policies = len(policy_refs)
         busy = frozenset[int]() if self.last_failure is None else self.last_failure.silent
         self._answers(
+            Step.FINALIZE,
             [ref for place, ref in enumerate(policy_refs) if place not in busy],
             [ref for place, ref in enumerate(generation_refs, policies) if place not in busy],
         )
@@ -201,7 +196,8 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     ) -> list[ObjectRef[object]]:
         return self._policy.worker_group.run_all_workers_single_data(
             "checkpoint_engine_rpc",
-            checkpoint_method=checkpoint_method,
+            # A plain one, which is all that somebody else's workers may be able to read.
+            checkpoint_method=str(checkpoint_method),
             method_kwargs=method_kwargs,
         )
 
@@ -216,7 +212,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     ) -> list[ObjectRef[object]]:
         return self._generation.worker_group.run_all_workers_single_data(
             self._generation_rpc(),
-            checkpoint_method=checkpoint_method,
+            checkpoint_method=str(checkpoint_method),
             method_args=method_args,
             run_rank_0_only_axes=RANK_0_AXES,
         )
@@ -224,17 +220,15 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     def _resolve_bucket_size_bytes(self) -> int:
         if self._bucket_size_bytes is not None:
             return self._bucket_size_bytes
-        setting = self._checkpoint_engine_config.get("update_weights_bucket_memory_ratio")
-        ratio = accepted(parse_ratio(setting))
-        policy_refs = self._run_policy("checkpoint_engine_total_memory_bytes")
-        totals = self._answers(
-            policy_refs, self._run_generation("checkpoint_engine_total_memory_bytes")
-        )
+        ratio = accepted(parse_ratio(self._checkpoint_engine_config.get(RATIO_SETTING)))
+        policy_refs = self._run_policy(Step.MEASURE)
+        totals = self._answers(Step.MEASURE, policy_refs, self._run_generation(Step.MEASURE))
+        policies = len(policy_refs)
         bucket_size_bytes = accepted(
             resolve_bucket_bytes(
                 ratio,
-                policy_memory_bytes=_integers(totals[: len(policy_refs)]),
-                rollout_memory_bytes=_integers(totals[len(policy_refs) :]),
+                policy_memory_bytes=accepted(reported_memory("policy", totals[:policies])),
+                rollout_memory_bytes=accepted(reported_memory("rollout", totals[policies:])),
             )
         )
         self._bucket_size_bytes = bucket_size_bytes
@@ -259,72 +253,46 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         backend = self._checkpoint_engine_config["backend"]
         engine_kwargs = self._engine_options()
         self._answers(
+            Step.MAKE,
             self._run_policy(
-                "init_checkpoint_engine",
+                Step.MAKE,
                 backend=backend,
                 bucket_size_bytes=bucket_size_bytes,
                 engine_kwargs=engine_kwargs,
             ),
-            self._run_generation(
-                "init_checkpoint_engine", (backend, bucket_size_bytes, engine_kwargs)
-            ),
+            self._run_generation(Step.MAKE, (backend, bucket_size_bytes, engine_kwargs)),
         )
-        policy_refs = self._run_policy("prepare_checkpoint_engine")
-        generation_refs = self._run_generation("prepare_checkpoint_engine")
-        prepared = self._answers(policy_refs, generation_refs)
-        topology = self._topology(prepared[: len(policy_refs)], prepared[len(policy_refs) :])
-        metadata = list(topology.metadata)
-        train_world_size = topology.train_world_size
-        rollout_world_size = topology.rollout_world_size
-        policy_refs = self._run_policy(
-            "init_checkpoint_engine_process_group",
-            metadata=metadata,
-            train_world_size=train_world_size,
-            rollout_world_size=rollout_world_size,
-        )
-        connected = self._answers(
-            policy_refs,
-            self._generation.worker_group.run_all_workers_multiple_data(
-                self._generation_rpc(),
-                method_args=[
-                    (rank_prefix, train_world_size, rollout_world_size, metadata)
-                    for rank_prefix in self._rank_prefixes()
-                ],
-                run_rank_0_only_axes=RANK_0_AXES,
-                common_kwargs={"checkpoint_method": "init_checkpoint_engine_process_group"},
-            ),
-        )
-        self._choices = _choices(connected[: len(policy_refs)])
+        policy_refs = self._run_policy(Step.PREPARE)
+        prepared = self._answers(Step.PREPARE, policy_refs, self._run_generation(Step.PREPARE))
+        connected = self._connect(prepared, policies=len(policy_refs))
+        self._choices = choices_among(connected[: len(policy_refs)])
         for choice in self._choices:
             logger.info("%s", choice)
         asked = backend in BUILT_IN and engine_kwargs.get("relay", False)
         if asked and not relayed(choice.route for choice in self._choices):
             logger.info(NOTHING_TO_RELAY)
 
-    def _topology(self, policy: list[object], generation: list[object]) -> Topology:
-        answered = flatten_metadata(generation)
-        # Metadata without ranks is opaque: then who answered is all there is to know.
-        ranked = any(isinstance(item, Mapping) and "rank" in item for item in answered)
+    def _connect(self, prepared: Sequence[object], *, policies: int) -> list[object]:
+        """Have all connect by what they have prepared; their answers, policy first."""
         workers = len(self._generation.worker_group.workers)
-        return accepted(
-            plan_topology(
-                policy,
-                generation,
-                train_world_size=len(flatten_metadata(policy)),
-                rollout_world_size=workers if ranked else len(answered),
-            )
+        topology = accepted(
+            topology_of_answers(prepared[:policies], prepared[policies:], rollout_workers=workers)
         )
-
-    def _rank_prefixes(self) -> range:
-        """The first global rollout rank of each engine."""
-        workers = len(self._generation.worker_group.workers)
-        engines = self._generation.dp_size
-        if engines < 1 or workers < 1 or workers % engines:
-            raise RefitConfigurationError(
-                f"{workers} rollout workers cannot be shared evenly by {engines} engines",
-                remedy="give every data-parallel engine equally many workers",
-            )
-        return range(0, workers, workers // engines)
+        metadata = list(topology.metadata)
+        train, rollout = topology.train_world_size, topology.rollout_world_size
+        prefixes = rank_prefixes(rollout_workers=workers, engines=self._generation.dp_size)
+        return self._answers(
+            Step.CONNECT,
+            self._run_policy(
+                Step.CONNECT, metadata=metadata, train_world_size=train, rollout_world_size=rollout
+            ),
+            self._generation.worker_group.run_all_workers_multiple_data(
+                self._generation_rpc(),
+                method_args=[(prefix, train, rollout, metadata) for prefix in accepted(prefixes)],
+                run_rank_0_only_axes=RANK_0_AXES,
+                common_kwargs={"checkpoint_method": str(Step.CONNECT)},
+            ),
+        )
 
     def _ranks_per_engine(self) -> int:
         group = self._generation
@@ -332,21 +300,20 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
 
     def _transfer(self, kv_scales: dict[str, float] | None) -> list[object]:
         """One send and one update on all workers; their answers, policy first."""
-        policy_refs = self._run_policy("send_weights_via_checkpoint_engine", kv_scales=kv_scales)
+        policy_refs = self._run_policy(Step.TRANSFER, kv_scales=kv_scales)
         generation_refs = self._run_generation("update_weights_from_checkpoint_engine")
-        results = self._answers(policy_refs, generation_refs)
+        results = self._answers(Step.TRANSFER, policy_refs, generation_refs)
         updates = results[len(policy_refs) :]
-        if not all(update for update in updates if update is not None):
-            backend = self._checkpoint_engine_config["backend"]
-            refused = [i for i, u in enumerate(updates) if u is not None and not u]
+        if places := refused(updates):
             self.last_failure = WorkerAnswers(
                 policy=tuple(results[: len(policy_refs)]),
-                engines=tuple(False if i in refused else u for i, u in enumerate(updates)),
+                engines=tuple(False if i in places else u for i, u in enumerate(updates)),
                 ranks_per_engine=self._ranks_per_engine(),
             )
+            backend = self._checkpoint_engine_config["backend"]
             raise WeightTransferFailed(
                 f"Weight transfer failed during {backend} checkpoint-engine sync: engines "
-                f"{refused} did not load it",
+                f"{list(places)} did not load it",
                 backend=backend,
                 remedy="see those engines' logs; they refuse to generate until a sync succeeds",
             )
@@ -362,37 +329,33 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             )
 
     def _answers(
-        self, policy_refs: Sequence[ObjectRef[object]], generation_refs: Sequence[ObjectRef[object]]
+        self,
+        step: Step,
+        policy_refs: Sequence[ObjectRef[object]],
+        generation_refs: Sequence[ObjectRef[object]],
     ) -> list[object]:
         """What the workers answered to a step, policy first.
 
         Raises:
-            Exception: why it failed, when it has ended on every worker, or has not for
-                `refit_timeout_s`; `last_failure` says how.
+            Exception: why it failed, when it has ended on every worker or has been waited for as
+                long as it may take (`limit_of`); `last_failure` says how.
         """
+        set_up = self._checkpoint_engine_ready or self._partly_set_up
+        running = RunningStep(
+            step=step,
+            policy=policy_refs,
+            engines=generation_refs,
+            ranks_per_engine=self._ranks_per_engine(),
+            refit_timeout_s=accepted(refit_timeout(self._engine_options())),
+            step_timeout_s=self.step_timeout_s,
+        )
+        finalize = partial(self._finalize_failed, policies=len(policy_refs)) if set_up else None
         try:
-            return list(ray.get([*policy_refs, *generation_refs]))
-        except Exception as first:
-            failure = settle(
-                policy_refs,
-                generation_refs,
-                ranks_per_engine=self._ranks_per_engine(),
-                timeout_s=self._patience_s(),
-                finalize_failed=partial(self._finalize_failed, policies=len(policy_refs))
-                if self._checkpoint_engine_ready or self._partly_set_up
-                else None,
-            )
-            self.last_failure = failure
-            cause = failure.cause(first)
-            raise cause from cause.__cause__
-
-    def _patience_s(self) -> float:
-        """How long a failed step is waited for; not at all would make every worker that has not
-        answered yet look stuck, however wrong the option is that the failure may be about."""
-        timeout_s = self._engine_options().get("refit_timeout_s")
-        if isinstance(timeout_s, int | float) and timeout_s > 0:
-            return timeout_s
-        return DEFAULT_REFIT_TIMEOUT_S
+            return running.answers(finalize)
+        except StepFailed as failed:
+            self.last_failure = failed.answers
+            cause = failed.answers.cause(failed.first)
+        raise cause from cause.__cause__
 
     def _finalize_failed(self, places: Sequence[int], *, policies: int) -> None:
         """Finalizes the checkpoint engine of some workers only: those that wait for them notice.
@@ -411,9 +374,14 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             else:
                 leader = (place - policies) * self._ranks_per_engine()
                 worker, rpc = ranks[leader], self._generation_rpc()
-            refs.append(call_remote(worker, rpc, checkpoint_method="finalize_checkpoint_engine"))
+            refs.append(call_remote(worker, rpc, checkpoint_method=str(Step.FINALIZE)))
         # One that fails at this too is finalized again with the others.
         ray.wait(refs, num_returns=len(refs), timeout=NOTICED_S)
+
+    def _check_settings(self) -> None:
+        has_size = self._bucket_size_bytes is not None
+        check_configuration(self._checkpoint_engine_config, needs_ratio=not has_size)
+        accepted(parse_timeout("step_timeout_s", self.step_timeout_s))
 
     def _engine_options(self) -> dict[str, object]:
         config = self._checkpoint_engine_config
@@ -427,24 +395,3 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
         except Exception as second:
             self.last_failure = failure
             error.add_note(f"finalizing the checkpoint engine failed as well: {second!r}")
-
-
-def _choices(connected: Iterable[object]) -> tuple[EngineChoice, ...]:
-    """What carries each route, in the order of the rollout ranks, from the policy workers whose
-    engine chooses."""
-    each = (choice for worker in connected if isinstance(worker, tuple) for choice in worker)
-    choices = (choice for choice in each if isinstance(choice, EngineChoice))
-    return tuple(sorted(choices, key=lambda choice: choice.route.receiver.rank))
-
-
-def _integers(results: Iterable[object]) -> list[int]:
-    """The memory totals of one side, in bytes."""
-    totals = []
-    for total in flatten_metadata(results):
-        if not isinstance(total, SupportsInt):
-            raise RefitConfigurationError(
-                f"a worker reported its total memory as {total!r}",
-                remedy="answer checkpoint_engine_total_memory_bytes with a number of bytes",
-            )
-        totals.append(int(total))
-    return totals

@@ -24,7 +24,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollsync.pure.refit import TensorSpec
-from rollsync.shell.refit.errors import RefitConfigurationError, RefitError, WeightMismatch
+from rollsync.pure.refit.patience import parse_timeout, refit_timeout
+from rollsync.shell.refit.errors import (
+    RefitConfigurationError,
+    RefitError,
+    WeightMismatch,
+    accepted,
+)
 from rollsync.shell.refit.refit_sender import RefitSender
 from rollsync.shell.refit.rendezvous import Rendezvous
 from rollsync.shell.refit.weights import dtype_name
@@ -59,12 +65,28 @@ class RollsyncTrainerInitInfo(TrainerInitInfo):
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         if self.train_world_size > 1 and not (self.port and self.secret):
             raise RefitConfigurationError(
                 f"{self.train_world_size} trainer workers need a port and a secret to meet",
                 remedy="give all of them the same port and the same secret",
             )
         self.secret = self.secret or secrets.token_hex(32)
+
+    def _check_numbers(self) -> None:
+        """Before an engine waits for what would be refused here."""
+        accepted(parse_timeout("timeout_s", self.timeout_s))
+        accepted(refit_timeout(self.engine_kwargs))
+        for name, number, least, most in (
+            ("bucket_size_bytes", self.bucket_size_bytes, 1, None),
+            ("train_world_size", self.train_world_size, 1, None),
+            ("rollout_world_size", self.rollout_world_size, 1, None),
+            ("rank", self.rank, 0, self.train_world_size - 1),
+            ("port", self.port, 0, 65535),
+        ):
+            if number < least or (most is not None and number > most):
+                allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+                raise RefitConfigurationError(f"{name} is {number}", remedy=f"give {allowed}")
 
 
 class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTrainerInitInfo]):

@@ -4,22 +4,31 @@ Rule kept here: a group's `workers` has one entry per rank, engine by engine, al
 ranks may live behind one actor, which is then the one that is called.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from rollsync.shell.refit.errors import RefitConfigurationError, WorkerGone, name_of_engine
+from rollsync.pure.refit.patience import DEFAULT_STEP_TIMEOUT_S, STEP_TIMEOUT
+from rollsync.shell.refit.errors import (
+    RefitConfigurationError,
+    WorkerGone,
+    WorkerUnresponsive,
+    name_of_engine,
+)
 from rollsync.shell.refit.generation import Completion, SamplingSettings
+from rollsync.shell.refit.remote_waits import wait_for_all
 
 Actor: TypeAlias = object
 """A Ray actor's handle, whose methods are called by name: which class it is of, the caller knows.
 (What `ray.remote(Worker).remote()` answers has no one type that says so.)"""
 
-
+_T = TypeVar("_T")
+PREPARE_REFIT_INFO: Final = "prepare_refit_info"
 _NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -86,17 +95,32 @@ class RayWorkerGroup:
 
 
 class PolicyGroup:
-    """A policy's workers, one actor per trainer rank, each with `PolicyRefitMixin`."""
+    """A policy's workers, one actor per trainer rank, each with `PolicyRefitMixin`.
 
-    def __init__(self, workers: Sequence[Actor]) -> None:
+    Args:
+        workers: the actors, by rank.
+        step_timeout_s: longest wait for an answer, which may have to wait for the worker's start.
+    """
+
+    def __init__(
+        self, workers: Sequence[Actor], *, step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
+    ) -> None:
         self.worker_group = RayWorkerGroup(workers)
+        self._step_timeout_s = step_timeout_s
 
     def prepare_refit_info(self) -> object:
-        """What the policy will send, as its first worker says."""
-        try:
-            return ray.get(call_remote(self.worker_group.leaders[0], "prepare_refit_info"))
-        except RayActorError as death:
-            raise WorkerGone(["policy worker 0"], death) from death
+        """What the policy will send, as its first worker says.
+
+        Raises:
+            WorkerGone, WorkerUnresponsive: it has ended, or does not answer in time.
+        """
+        ref = call_remote(self.worker_group.leaders[0], PREPARE_REFIT_INFO)
+        return self.answers([ref], PREPARE_REFIT_INFO)[0]
+
+    def answers(self, refs: Sequence[ObjectRef[_T]], step: str) -> list[_T]:
+        """What the first workers answered to a step; raises as `answers_in_time` does."""
+        names = [f"policy worker {rank}" for rank in range(len(refs))]
+        return answers_in_time(refs, names, step=step, timeout_s=self._step_timeout_s)
 
 
 class GenerationGroup:
@@ -106,12 +130,20 @@ class GenerationGroup:
         engines: the actors.
         ranks_per_engine: tensor times pipeline parallel ranks of each engine.
         async_engine: whether the actors' methods are coroutines.
+        step_timeout_s: longest wait for an answer to `prepare_refit_info`, which may have to wait
+            for the engine's start.
     """
 
     def __init__(
-        self, engines: Sequence[Actor], *, ranks_per_engine: int = 1, async_engine: bool = True
+        self,
+        engines: Sequence[Actor],
+        *,
+        ranks_per_engine: int = 1,
+        async_engine: bool = True,
+        step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     ) -> None:
         self._ranks_per_engine = ranks_per_engine
+        self._step_timeout_s = step_timeout_s
         self.cfg: Mapping[str, object] = {"vllm_cfg": {"async_engine": async_engine}}
         self.use(engines)
 
@@ -122,14 +154,19 @@ class GenerationGroup:
         self._running = [0] * self.dp_size
 
     def prepare_refit_info(self, refit_info: object) -> None:
-        """Tells every engine what the policy will send."""
+        """Tells every engine what the policy will send.
+
+        Raises:
+            WorkerGone, WorkerUnresponsive: engines have ended, or do not answer in time.
+        """
         leaders = self.worker_group.leaders
-        refs = [call_remote(engine, "prepare_refit_info", refit_info) for engine in leaders]
-        for place, ref in enumerate(refs):
-            try:
-                ray.get(ref)
-            except RayActorError as death:
-                raise WorkerGone([name_of_engine(place, self._ranks_per_engine)], death) from death
+        refs = [call_remote(engine, PREPARE_REFIT_INFO, refit_info) for engine in leaders]
+        names = [self.name_of(place) for place in range(len(refs))]
+        answers_in_time(refs, names, step=PREPARE_REFIT_INFO, timeout_s=self._step_timeout_s)
+
+    def name_of(self, place: int) -> str:
+        """What errors call an engine, by its place among them."""
+        return name_of_engine(place, self._ranks_per_engine)
 
     async def generate(
         self,
@@ -171,6 +208,39 @@ def call_remote(
     """Calls an actor's method by its name."""
     ref: ObjectRef[Any] = getattr(actor, method_name).remote(*args, **kwargs)
     return ref
+
+
+def answers_in_time(
+    refs: Sequence[ObjectRef[_T]], names: Sequence[str], *, step: str, timeout_s: float
+) -> list[_T]:
+    """What workers answered.
+
+    Args:
+        refs: what each was asked for.
+        names: what errors call each.
+        step: what errors call that.
+        timeout_s: longest wait, which may have to wait for a worker's start.
+
+    Raises:
+        WorkerGone, WorkerUnresponsive: one has ended, or some do not answer in time.
+        Exception: whatever one raised, as Ray hands it on.
+    """
+    until_s = time.monotonic() + timeout_s
+    busy = wait_for_all(refs, lambda _: until_s)
+    answers: list[_T] = []
+    for name, ref in zip(names, refs, strict=True):
+        if ref not in busy:
+            try:
+                answers.append(ray.get(ref))
+            except RayActorError as death:
+                raise WorkerGone([name], death) from death
+    if busy:
+        raise WorkerUnresponsive(
+            [name for name, ref in zip(names, refs, strict=True) if ref in busy],
+            f"it has not ended {step} within {timeout_s:g} s, its start included",
+            setting=STEP_TIMEOUT,
+        )
+    return answers
 
 
 def is_death(error: BaseException) -> bool:

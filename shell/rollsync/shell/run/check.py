@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 import ray
 import torch
@@ -146,7 +147,7 @@ def check_cluster(
             report = _refit(config, policy, engines, next(versions))
             yield _rate("all routes together", report)
         if len(policy) > 1:
-            yield _sums(policy)
+            yield _sums(config, policy)
 
 
 def ways_of(table: RoutingTable) -> tuple[Way, ...]:
@@ -207,13 +208,13 @@ def _start_policy(config: MasterConfig, placement: WorkerPlacement, rank: int) -
     return actor.remote(config, rank=rank, workers_on_host=on_host)
 
 
-def _sums(policy: Sequence[Actor]) -> RouteRate:
+def _sums(config: MasterConfig, policy: Sequence[Actor]) -> RouteRate:
     """The last of `_SYNCS` sums of gradients of all policy workers."""
-    meeting = ray.get(call_remote(policy[0], "open_meeting"))
-    ray.get([call_remote(worker, "join", meeting) for worker in policy])
+    (meeting,) = _asked(config, policy[:1], "open_meeting")
+    _asked(config, policy, "join", meeting)
     for _ in range(_SYNCS - 1):
-        ray.get([call_remote(worker, "add_up") for worker in policy])
-    sums: list[tuple[int, float]] = ray.get([call_remote(worker, "add_up") for worker in policy])
+        _asked(config, policy, "add_up")
+    sums: list[tuple[int, float]] = _asked(config, policy, "add_up")
     payload_bytes, seconds = max(sums)
     return RouteRate(
         route=f"gradients of {len(policy)} policy workers, added up",
@@ -222,6 +223,14 @@ def _sums(policy: Sequence[Actor]) -> RouteRate:
         seconds=seconds,
         gigabytes_per_s=payload_bytes / seconds / 1e9,
     )
+
+
+def _asked(
+    config: MasterConfig, policy: Sequence[Actor], step: str, *arguments: object
+) -> list[Any]:
+    """What the policy workers answered to the same call."""
+    group = PolicyGroup(policy, step_timeout_s=config.cluster.collective_timeout_s)
+    return group.answers([call_remote(worker, step, *arguments) for worker in policy], step)
 
 
 def _refit(
@@ -239,14 +248,18 @@ def _connected(
     config: MasterConfig, policy: Sequence[Actor], engines: Sequence[Actor], version: int
 ) -> Iterator[CheckpointEngineWeightSynchronizer]:
     """Between these workers, the first of which are at `version`."""
-    ray.get(
-        [
-            call_remote(worker, "take_part", rank, version=version)
-            for rank, worker in enumerate(policy)
-        ]
+    timeout_s = config.cluster.collective_timeout_s
+    group = PolicyGroup(policy, step_timeout_s=timeout_s)
+    taken = (
+        call_remote(worker, "take_part", rank, version=version)
+        for rank, worker in enumerate(policy)
     )
+    group.answers(list(taken), "take_part")
     sync = make_synchronizer(
-        config.checkpoint_engine, PolicyGroup(policy), GenerationGroup(engines)
+        config.checkpoint_engine,
+        group,
+        GenerationGroup(engines, step_timeout_s=timeout_s),
+        step_timeout_s=timeout_s,
     )
     sync.init_communicator()
     try:

@@ -57,12 +57,17 @@ def make_clients(
 ) -> tuple[FleetSync, RunClients]:
     """The sync between a trainer and its engines, and all that the controller works with. Nothing
     is connected yet: the first sync does that."""
-    group = GenerationGroup([])
+    # All have started by then, and so each answers as soon as what another has done as well.
+    timeout_s = config.cluster.collective_timeout_s
+    group = GenerationGroup([], step_timeout_s=timeout_s)
     sync = FleetSync(
         fleet,
         group=group,
         synchronizer=make_synchronizer(
-            config.checkpoint_engine, PolicyGroup(trainer.workers), group
+            config.checkpoint_engine,
+            PolicyGroup(trainer.workers, step_timeout_s=timeout_s),
+            group,
+            step_timeout_s=timeout_s,
         ),
         trainer=trainer,
         retried=lambda version, why: journal.write(SyncRetried(weight_version=version, why=why)),

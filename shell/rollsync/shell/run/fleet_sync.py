@@ -162,6 +162,9 @@ class FleetSync:
         blamed = frozenset[int]()
         if failure is not None and len(failure.engines) == len(engines):
             answers, blamed = failure.engines, failure.engines_to_blame
+        if isinstance(error, WorkerUnresponsive):
+            named = (self._group.name_of(place) for place in range(len(engines)))
+            blamed |= {place for place, name in enumerate(named) if name in error.workers}
         probes = await asyncio.gather(*(self._fleet.probe(name) for name in engines))
         for place, (name, answer, missed) in enumerate(zip(engines, answers, probes, strict=True)):
             died = isinstance(answer, Exception) and is_death(answer)
@@ -186,9 +189,7 @@ class FleetSync:
             if isinstance(answer, RayActorError):
                 return trainer_lost(answer, rank)
             if isinstance(answer, WorkerUnresponsive):
-                lost = TrainerLost(answer.message, remedy=f"{answer.remedy}; {GOES_ON}")
-                lost.__cause__ = answer
-                return lost
+                return _lost_in_silence(answer)
         return None
 
     def _given_up(
@@ -201,6 +202,9 @@ class FleetSync:
             # Engines' deaths are dealt with by now. No step says which policy worker is gone: then
             # it is the first, which is asked alone.
             return trainer_lost(outcome.death if isinstance(outcome, WorkerGone) else outcome, 0)
+        if isinstance(outcome, WorkerUnresponsive):
+            # The same: an engine that is silent is left out.
+            return _lost_in_silence(outcome)
         return outcome if isinstance(outcome, Exception) else RefitError(decided.why)
 
     def _figures(
@@ -212,6 +216,12 @@ class FleetSync:
         failure = self._synchronizer.last_failure
         loaded = 0 if failure is None else sum(_payload_bytes(failure.engines))
         return SyncFigures(weight_version=version, bytes=loaded, seconds=seconds)
+
+
+def _lost_in_silence(silent: WorkerUnresponsive) -> TrainerLost:
+    lost = TrainerLost(silent.message, remedy=f"{silent.remedy}; {GOES_ON}")
+    lost.__cause__ = silent
+    return lost
 
 
 def _payload_bytes(answers: Sequence[object]) -> Iterator[int]:

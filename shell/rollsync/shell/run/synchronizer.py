@@ -12,7 +12,11 @@ from rollsync.shell.refit.interfaces import RefitGeneration, RefitPolicy
 
 
 def make_synchronizer(
-    settings: CheckpointEngineConfig, policy: RefitPolicy, generation: RefitGeneration
+    settings: CheckpointEngineConfig,
+    policy: RefitPolicy,
+    generation: RefitGeneration,
+    *,
+    step_timeout_s: float,
 ) -> CheckpointEngineWeightSynchronizer:
     """A synchronizer of these workers. Nothing is connected yet."""
     backend = settings.backend
@@ -24,4 +28,5 @@ def make_synchronizer(
             "update_weights_bucket_memory_ratio": settings.update_weights_bucket_memory_ratio,
             "engine_kwargs": {backend: settings.engine_kwargs.get(backend, {})},
         },
+        step_timeout_s=step_timeout_s,
     )

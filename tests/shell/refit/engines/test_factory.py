@@ -45,6 +45,10 @@ def test_what_an_engine_takes_is_taken(config: CheckpointEngineConfig) -> None:
             "refit_timeout_s .* is '60': Expected `float`, got `str`",
         ),
         (
+            CheckpointEngineConfig(engine_kwargs={"shm": {"refit_timeout_s": 0.0}}),
+            "refit_timeout_s is 0.0: give a positive number",
+        ),
+        (
             CheckpointEngineConfig(backend="nixl", engine_kwargs={"nixl": {"bind_address": 10}}),
             r"bind_address .* is 10: Expected `str \| null`",
         ),
@@ -66,8 +70,9 @@ def test_what_it_would_refuse_is_refused(config: CheckpointEngineConfig, words: 
     [
         ("shm", "direct", "yes", "direct .* is 'yes': Expected `bool`"),
         ("shm", "refit_timeout_s", "60", "refit_timeout_s .* is '60': Expected `float`"),
-        ("shm", "refit_timeout_s", -1, "refit_timeout_s is -1 .*positive number"),
-        ("shm", "refit_timeout_s", float("nan"), "refit_timeout_s is nan .*positive number"),
+        ("shm", "refit_timeout_s", -1, "refit_timeout_s is -1: .*positive number"),
+        ("shm", "refit_timeout_s", float("nan"), "refit_timeout_s is nan: .*positive number"),
+        ("nixl", "refit_timeout_s", float("inf"), "refit_timeout_s is inf: .*at most 1e"),
         ("nixl", "device", "gpu", "device is 'gpu', .*`cuda`"),
         ("auto", "device", "gpu", "device is 'gpu', .*`cuda`"),
         ("nixl", "backend_init_params", "x", "backend_init_params is 'x', and no mapping"),

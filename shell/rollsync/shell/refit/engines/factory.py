@@ -10,9 +10,10 @@ from typing import get_args, get_type_hints
 import msgspec
 
 from rollsync.pure.config import CheckpointEngineConfig
+from rollsync.pure.refit.patience import refit_timeout
 from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.engines.direct import check_relayed
-from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.errors import RefitConfigurationError, accepted
 
 BUILT_IN: Mapping[str, str] = {
     "auto": "rollsync.shell.refit.engines.auto:AutoCheckpointEngine",
@@ -60,6 +61,7 @@ def check_options(config: CheckpointEngineConfig) -> None:
     except TypeError as error:
         raise _refused(backend, error) from error
     _check_values(backend, engine_class, options)
+    accepted(refit_timeout(options))
     if backend in BUILT_IN:
         check_relayed(direct=bool(options.get("direct")), relay=bool(options.get("relay")))
 

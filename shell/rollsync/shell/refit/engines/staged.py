@@ -30,6 +30,7 @@ from rollsync.pure.refit import (
 )
 from rollsync.pure.refit.control import StreamBegins
 from rollsync.pure.refit.layout import Part
+from rollsync.pure.refit.patience import DEFAULT_REFIT_TIMEOUT_S, REFIT_TIMEOUT, parse_timeout
 from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch, DeclaringEngine, Weights
@@ -57,10 +58,10 @@ from rollsync.shell.refit.engines.opening import Expectation
 from rollsync.shell.refit.engines.receiving import receive_stream
 from rollsync.shell.refit.engines.relaying import Relay
 from rollsync.shell.refit.engines.sending import SendingStream
-from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.errors import RefitConfigurationError, accepted
 
 BUFFERS: Final = 2
-DEFAULT_TIMEOUT_S: Final = 300.0
+DEFAULT_TIMEOUT_S: Final = DEFAULT_REFIT_TIMEOUT_S
 LONGEST_STEP_S: Final = 1.0
 """How much longer one is waited for that may be waiting for another; at most a tenth of a wait."""
 
@@ -110,13 +111,9 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         mistake = check_bucket_bytes(bucket_size)
         if mistake is not None:
             raise RefitConfigurationError(describe(mistake), error=mistake)
-        if not refit_timeout_s > 0:
-            raise RefitConfigurationError(
-                f"refit_timeout_s is {refit_timeout_s}", remedy="give a positive number of seconds"
-            )
         check_relayed(direct=direct is not None, relay=relay)
         self._bucket_bytes = bucket_size
-        self._timeout_s = float(refit_timeout_s)
+        self._timeout_s = accepted(parse_timeout(REFIT_TIMEOUT, refit_timeout_s))
         self._checksum = checksum
         self._listener: Listener | None = None
         self._lifeline: Lifeline | None = None
