@@ -1,16 +1,20 @@
-"""A process that resumes a run and saves it again and again, until it is killed.
+"""A process that forks children one after another, each of which resumes a run and saves it again
+and again, until it is killed. So a kill does not cost another import of everything.
 
-It prints the number of each save once that is published. Every fourth save is a checkpoint.
+A child prints the number of each save once that is published. Every fourth save is a checkpoint.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from rollsync.shell.store import SnapshotStore
 from tests.shell.store.kit import save_checkpoint, save_snapshot, store_at
+
+ENDED = "ended with "
 
 
 def save_for_ever(root: Path) -> None:
@@ -41,5 +45,22 @@ def saved_at(path: Path, save: int) -> tuple[int, int]:
     return save, int(anchor.name.removeprefix("step_")) if anchor.name != "bootstrap" else 0
 
 
+def serve(root: Path) -> None:
+    """For each line of standard input: fork a child, which prints its process id and its saves, and
+    print in the end `ENDED` with its exit code."""
+    for _ in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(1, f"{os.getpid()}\n".encode())
+                save_for_ever(root)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        os.write(1, f"{ENDED}{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
 if __name__ == "__main__":
-    save_for_ever(Path(sys.argv[1]))
+    serve(Path(sys.argv[1]))
