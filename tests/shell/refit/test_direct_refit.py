@@ -102,6 +102,7 @@ def test_the_first_sync_is_learned_from_and_the_next_ones_load_nothing(tied: boo
         assert CountingUpdate.loaded == 0
         assert refit.is_same()
         assert (transfer.tensors, transfer.payload_bytes) == (first.tensors, first.payload_bytes)
+        assert (first.direct_bytes, transfer.direct_bytes) == (0, first.payload_bytes)
     assert refit.receiver.state == Serving(3)
     refit.close()
 
@@ -193,8 +194,8 @@ class Half(torch.nn.Module):
 class HalfUpdate:
     """Loads what the rank keeps; notes what it was given."""
 
-    def __init__(self, model: Half, recorder: LoadRecorder | None) -> None:
-        self.model, self.recorder = model, recorder
+    def __init__(self, model: Half, recorder: LoadRecorder | None, *, fails: bool) -> None:
+        self.model, self.recorder, self.fails = model, recorder, fails
         self.given: list[str] = []
         self.left_out: frozenset[str] = frozenset()
 
@@ -215,7 +216,9 @@ class HalfUpdate:
                     weight = self.model.get_parameter(f"{name}.weight")
                     weight.copy_(self.model.of(name, tensor))
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        if self.fails:
+            raise ArithmeticError("it does not finish")
 
     def abort(self) -> None: ...
 
@@ -224,6 +227,8 @@ class SharedRefit:
     """A policy's tensors, and two ranks of an engine that share its model, on three threads."""
 
     def __init__(self) -> None:
+        self.failing: int | None = None
+        """A rank whose loader does not finish."""
         self.sender = RefitSender(rank=0)
         self.models = [Half(rank) for rank in range(2)]
         self.updates: dict[int, HalfUpdate] = {}
@@ -240,7 +245,8 @@ class SharedRefit:
 
     def _receiver(self, model: Half) -> RefitReceiver:
         def update(recorder: LoadRecorder | None) -> HalfUpdate:
-            self.updates[model.rank] = HalfUpdate(model, recorder)
+            fails = model.rank == self.failing
+            self.updates[model.rank] = HalfUpdate(model, recorder, fails=fails)
             return self.updates[model.rank]
 
         return RefitReceiver(
@@ -285,14 +291,31 @@ def test_ranks_that_share_a_model_read_what_they_can_and_are_sent_their_parts_of
     names = [spec.name for spec in SHARED]
     assert refit.sync() == [(names, 4 * size), (names, 4 * size)]
     # Nobody reads the second tensor directly, which the first rank has no use for.
-    rest = [(["columns"], 2 * size + size // 2), (["columns", "second"], 3 * size + size // 2)]
+    rest = [(["columns"], 2 * size), (["columns", "second"], 2 * size)]
     for _ in range(2):
         assert refit.sync() == rest
         assert refit.is_watched()
     # What was read directly until now has parts too, whose first load is watched.
     for is_watched in (True, False):
         assert refit.sync(unreadable="rows") == [
-            (["rows", *given], received - size // 2) for given, received in rest
+            (["rows", *given], received) for given, received in rest
         ]
         assert refit.is_watched() == is_watched
+    refit.close()
+
+
+def test_a_rank_that_failed_alone_learns_anew_beside_one_that_reads_directly() -> None:
+    refit = SharedRefit()
+    _, usual, _ = (refit.sync() for _ in range(3))
+    refit.failing = 1
+    with pytest.raises(ArithmeticError, match="does not finish"):
+        refit.sync()
+    assert isinstance(refit.receivers[0].state, Serving)
+    assert isinstance(refit.receivers[1].state, Poisoned)
+    refit.failing = None
+    names = [spec.name for spec in SHARED]
+    size = SHARED[0].tensor_bytes
+    # Nothing is read directly that one of them takes through buckets.
+    assert refit.sync() == [(names[:-1], 2 * size), (names, 4 * size)]
+    assert refit.sync() == usual
     refit.close()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import ray
 
@@ -387,7 +388,9 @@ def test_a_sync_reports_its_figures(make: Make) -> None:
     assert report.stage_s["load"] == 1.0
     assert report.total_s >= report.stage_s["transfer"] > 0
     assert report.gigabytes_per_s == pytest.approx(120e-9 / report.stage_s["transfer"])
-    assert "weight version 7 through shm: 3 tensors, 120 bytes" in str(report)
+    assert "weight version 7 through shm: 3 tensors, 120 bytes in 2 batches" in str(report)
+    directly = msgspec.structs.replace(report, direct_bytes=(30, 0, 5, 0))
+    assert ": 3 tensors, 120 bytes (35 of them read directly) in 2 batches" in str(directly)
 
 
 def test_workers_at_different_versions_fail_the_sync(make: Make) -> None:

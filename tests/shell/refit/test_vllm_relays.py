@@ -1,26 +1,24 @@
 """Two synchronous engines of two tensor-parallel ranks each: those of the first relay to those of
 the second what both keep."""
 
-import os
-import signal
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
-import torch
 
 from rollsync.pure.refit.lifecycle import Closed, Poisoned, Serving
 from rollsync.shell.refit.engines.metadata import HOST_LABEL
 from rollsync.shell.refit.errors import EngineNotServing, EngineStepFailed
-from rollsync.shell.refit.vllm_generation import VllmSyncGenerationWorker
 from rollsync.shell.refit.worker_group import GenerationGroup
-from tests.shell.refit.tiny_models import TinyPolicy, save_model
+from tests.shell.refit.tiny_models import save_model
 from tests.shell.refit.vllm_engines import (
     GREEDY,
     PROMPT,
+    TELLS_PIDS,
+    KillingPolicy,
+    RankedEngine,
     is_answer_of,
     saved_step,
     synchronizer,
@@ -32,41 +30,13 @@ VOCABULARY = 8000
 RANKS = 2
 
 
-class KillingPolicy(TinyPolicy):
-    """Ends another process while it sends."""
-
-    victim: int | None = None
-
-    def kill_at_the_last_weight(self, victim: int | None) -> None:
-        """Names the process; None for none."""
-        self.victim = victim
-
-    def iter_refit_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        weights = list(super().iter_refit_weights())
-        yield from weights[:-1]
-        if self.victim is not None:
-            os.kill(self.victim, signal.SIGKILL)
-        yield weights[-1]
-
-
-class RankedEngine(VllmSyncGenerationWorker):
-    """Tells which processes its ranks are."""
-
-    def pids(self) -> list[int]:
-        return list(self._llm.collective_rpc(_pid))
-
-
-def _pid(_: object) -> int:
-    return os.getpid()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("cluster")
 def test_ranks_relay_what_they_keep_to_the_same_rank_of_the_next_engine(tmp_path: Path) -> None:
     start = save_model(tmp_path / "start", tied=True, vocabulary=VOCABULARY)
     # As far as the workers can tell, both engines are on a host that the policy worker is not on.
-    env = {HOST_LABEL: "elsewhere", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    env = {HOST_LABEL: "elsewhere", **TELLS_PIDS}
     parallel = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
     first, last = (vllm_actor(RankedEngine, start, env=env, **parallel) for _ in range(2))
     policy: Any = (

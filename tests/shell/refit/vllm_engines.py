@@ -1,11 +1,14 @@
 """Real vLLM engines on the processor, in Ray actors, for models that start in seconds."""
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import signal
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.generation import Completion, SamplingSettings
@@ -18,6 +21,7 @@ from rollsync.shell.refit.vllm_generation import (
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
 from tests.shell.conftest import ENVIRONMENT
 from tests.shell.refit.reference import reference_answer
+from tests.shell.refit.tiny_models import TinyPolicy
 
 MEBIBYTE = 1024 * 1024
 PROMPT = [5, 6, 7, 8, 9]
@@ -29,6 +33,11 @@ OPTIONS = {
     "gpu_memory_utilization": 0.05,
     "disable_log_stats": True,
 }
+PLAIN_WORKER = "tests.shell.refit.plain_worker.PlainWorker"
+"""As `worker_cls`: an engine that computes with weights as they are loaded, but for `PACKED`."""
+PACKED = "down_proj"
+TELLS_PIDS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Environment of an engine whose ranks are asked to run a function."""
 
 
 def vllm_actor(
@@ -46,6 +55,34 @@ def async_engine(model: str, **options: Any) -> Any:
 
 def sync_engine(model: str, **options: Any) -> Any:
     return vllm_actor(VllmSyncGenerationWorker, model, **options)
+
+
+class KillingPolicy(TinyPolicy):
+    """Ends another process while it sends."""
+
+    victim: int | None = None
+
+    def kill_at_the_last_weight(self, victim: int | None) -> None:
+        """Names the process; None for none."""
+        self.victim = victim
+
+    def iter_refit_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        weights = list(super().iter_refit_weights())
+        yield from weights[:-1]
+        if self.victim is not None:
+            os.kill(self.victim, signal.SIGKILL)
+        yield weights[-1]
+
+
+class RankedEngine(VllmSyncGenerationWorker):
+    """Tells which processes its ranks are; in an environment with `TELLS_PIDS`."""
+
+    def pids(self) -> list[int]:
+        return list(self._llm.collective_rpc(_pid))
+
+
+def _pid(_: object) -> int:
+    return os.getpid()
 
 
 class FreshVllm:

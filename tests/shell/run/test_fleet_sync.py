@@ -68,6 +68,7 @@ class Scripted(CheckpointEngineWeightSynchronizer):
             tensors=1,
             payload_bytes=100 * len(engines),
             received_bytes=(100,) * len(engines),
+            direct_bytes=(0,) * len(engines),
             batches=1,
             bucket_bytes=100,
             rollout_workers=len(engines),

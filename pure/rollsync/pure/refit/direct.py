@@ -31,17 +31,21 @@ class Expected(Struct, frozen=True, gc=False):
     Attributes:
         tensor_bytes: Bytes of the whole tensor.
         is_read: Whether anything of it is read, so that there is something to hash.
+        read_bytes: Bytes that are read of it.
     """
 
     tensor_bytes: int
     is_read: bool
+    read_bytes: int
 
 
 def expected_of(destinations: Sequence[Destination]) -> dict[str, Expected]:
     """What is expected of the tensors that are offered, by name."""
     return {
         each.name: Expected(
-            TensorSpec(each.name, each.shape, each.dtype).tensor_bytes, bool(each.regions)
+            tensor_bytes=TensorSpec(each.name, each.shape, each.dtype).tensor_bytes,
+            is_read=bool(each.regions),
+            read_bytes=sum(region.total_bytes for region in each.regions),
         )
         for each in destinations
     }

@@ -35,7 +35,7 @@ class Intake(Protocol):
         """
 
     def past_loader(self) -> Mapping[str, int]:
-        """The tensors that have come by another way than in batches, with their bytes."""
+        """The tensors that have come by another way than in batches, with the bytes that came."""
 
     def check_complete(self, elsewhere: Set[str], /) -> None:
         """Called at the end of the stream.

@@ -59,6 +59,7 @@ class ModelUpdate(Protocol):
 class _Tally:
     tensors: int = 0
     payload_bytes: int = 0
+    direct_bytes: int = 0
     batches: int = 0
     load_s: float = 0.0
 
@@ -72,7 +73,8 @@ class _Tally:
     def take_past_loader(self, tensors: Mapping[str, int]) -> None:
         """Counts what came by another way than in batches: names and bytes."""
         self.tensors += len(tensors)
-        self.payload_bytes += sum(tensors.values())
+        self.direct_bytes = sum(tensors.values())
+        self.payload_bytes += self.direct_bytes
 
 
 class RefitReceiver:
@@ -229,6 +231,7 @@ class RefitReceiver:
                 "load": tally.load_s,
                 "finish": done_s - closing_s,
             },
+            direct_bytes=tally.direct_bytes,
         )
 
     def _first(self, batch: Batch) -> tuple[int, Batch]:

@@ -29,6 +29,7 @@ class WorkerTransfer(msgspec.Struct, frozen=True):
         batches: loads (rollout side) or 0 (policy side, where the engine batches).
         stage_s: seconds by stage: `send` of a policy worker, `receive`, `load` and `finish` of a
             rollout worker.
+        direct_bytes: those of a rollout worker's bytes that were read straight into its parameters.
     """
 
     role: Role
@@ -38,6 +39,7 @@ class WorkerTransfer(msgspec.Struct, frozen=True):
     payload_bytes: int
     batches: int
     stage_s: dict[str, float]
+    direct_bytes: int = 0
 
 
 class SyncReport(msgspec.Struct, frozen=True):
@@ -50,6 +52,7 @@ class SyncReport(msgspec.Struct, frozen=True):
         tensors: weights of one complete copy of the policy (the largest stream's count).
         payload_bytes: bytes that all rollout workers together received and loaded.
         received_bytes: the same of each of them, in the order of their ranks.
+        direct_bytes: those of them that were read straight into parameters, in the same order.
         batches: the largest number of batches that a rollout worker loaded.
         bucket_bytes: size of one transfer buffer, and so of a bucket at most.
         rollout_workers: how many rollout workers reported.
@@ -64,6 +67,7 @@ class SyncReport(msgspec.Struct, frozen=True):
     tensors: int
     payload_bytes: int
     received_bytes: tuple[int, ...]
+    direct_bytes: tuple[int, ...]
     batches: int
     bucket_bytes: int
     rollout_workers: int
@@ -93,10 +97,12 @@ class SyncReport(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in self.stage_s.items())
         version = "unknown" if self.weight_version is None else self.weight_version
+        direct = sum(self.direct_bytes)
+        directly = f" ({direct} of them read directly)" if direct else ""
         return (
             f"weight version {version} through {self.carriers}: {self.tensors} tensors, "
-            f"{self.payload_bytes} bytes in {self.batches} batches to {self.rollout_workers} "
-            f"rollout workers, {self.gigabytes_per_s:.3f} GB/s ({stages} s)"
+            f"{self.payload_bytes} bytes{directly} in {self.batches} batches to "
+            f"{self.rollout_workers} rollout workers, {self.gigabytes_per_s:.3f} GB/s ({stages} s)"
         )
 
 
@@ -123,6 +129,7 @@ def summarize(
         tensors=max((t.tensors for t in transfers), default=0),
         payload_bytes=sum(t.payload_bytes for t in rollout),
         received_bytes=tuple(t.payload_bytes for t in rollout),
+        direct_bytes=tuple(t.direct_bytes for t in rollout),
         batches=max((t.batches for t in rollout), default=0),
         bucket_bytes=bucket_bytes,
         rollout_workers=len(rollout),

@@ -65,7 +65,7 @@ class Destinations:
         self.expected = expected_of(wanted)
         self.digest = destinations_digest(self.wanted)
         self.arrived: dict[str, int] = {}
-        """The names that were read in this stream, with the bytes of the tensors."""
+        """The names that were read in this stream, with the bytes that were read of each."""
         self._copies = copies
         self._strips: dict[str, tuple[Strip, ...]] = {}
         self._take(parameters)
@@ -104,7 +104,7 @@ class Destinations:
 
     def note_arrival(self, name: str) -> None:
         """All that is read of a tensor has been read."""
-        self.arrived[name] = self.expected[name].tensor_bytes
+        self.arrived[name] = self.expected[name].read_bytes
 
 
 def _strip(read: Copy, parameter: torch.Tensor) -> Strip:
