@@ -86,7 +86,7 @@ def test_every_element_that_a_rank_keeps_is_sent_once_under_each_of_its_names(
         assert part.spec.shape == part.box.sizes
         for name in (part.spec.name, *part.spec.aliases):
             arrived.setdefault(name.partition("[")[0], []).extend(elements_of(part.box))
-    for name in {name for spec in specs for name in (spec.name, *spec.aliases)}:
+    for name in {name for spec in specs for name in spec.names}:
         kept = [element for p in layout if p.name == name for element in elements_of(p.box)]
         assert sorted(arrived.get(name, [])) == sorted(kept)
     sources = [part.source for part in sent]
@@ -101,7 +101,7 @@ def test_coverage_is_whether_the_ranks_together_keep_every_element(data: st.Data
     ranks = data.draw(st.lists(layouts(specs), max_size=3))
     missing = check_coverage(specs, ranks)
     for spec in specs:
-        names = (spec.name, *spec.aliases)
+        names = spec.names
         own = [part.box for layout in ranks for part in layout if part.name in names]
         held = {element for box in own for element in elements_of(box)}
         if held != elements_of(whole(spec)) or not own:

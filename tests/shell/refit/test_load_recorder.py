@@ -168,6 +168,18 @@ def given_away(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     plain(model, name, torch.tensor(tensor.numpy()) if name == "q" else tensor)
 
 
+def emptied(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if name == "q":
+        tensor[:1].zero_()
+    plain(model, name, tensor)
+
+
+def overwritten(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if name == "q":
+        tensor[:1].copy_(torch.ones(6))
+    plain(model, name, tensor)
+
+
 @pytest.mark.parametrize(
     ("loader", "says"),
     [
@@ -181,6 +193,8 @@ def given_away(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         (overlapping, "does not hold"),
         (behind_the_back, "does not hold"),
         (given_away, "Tensor.numpy uses it"),
+        (emptied, "changed before it is loaded"),
+        (overwritten, "changed before it is loaded"),
     ],
 )
 def test_whatever_is_no_plain_copy_stays_with_the_loader(loader: Loader, says: str) -> None:

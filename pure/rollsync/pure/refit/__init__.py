@@ -10,8 +10,10 @@ what these functions ask for, and carries out what they answer. Expected errors 
 The modules: `buckets` (where each byte lies), `agreement` (of two sides on that), `bucket_size`,
 `metadata` (the order of the workers), `routes` (who sends to whom), `relays` (what one that hands
 on says for all behind it), `layout` (what a rank keeps, and is sent), `parallel` (that, for tensor,
-pipeline and expert parallel engines), `cuts` (that, for one tensor), `load_plan` (what a rank's
-loader does with what it is sent), `kept` (what it needs for that), `direct` (what needs no loader),
+pipeline and expert parallel engines), `cuts` (that, for one tensor), `load_events` (what
+is written down of a rank's loader), `seen_load` and `seen_memory` (what these events say),
+`load_plan` (what the loader does with what it is sent), `kept` (what it needs for that), `learned`
+(what is known of it from one stream to the next), `direct` (what needs no loader),
 `lifecycle` (what an engine may generate with), `model_shapes` (the tensors of a published model),
 `fused_experts` (those of a trainer's), `estimate` (what a refit will take), `dtypes`, `errors`,
 `describe`.

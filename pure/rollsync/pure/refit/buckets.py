@@ -52,6 +52,11 @@ class TensorSpec(Struct, frozen=True, array_like=True, gc=False):
     aliases: tuple[str, ...] = ()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All its names, the first one first."""
+        return (self.name, *self.aliases)
+
+    @property
     def tensor_bytes(self) -> int:
         """Bytes of its contents in row-major order. KeyError for a dtype that is unknown."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]

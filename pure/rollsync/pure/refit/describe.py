@@ -67,6 +67,7 @@ def describe(error: e.RefitErrorValue) -> str:
             | e.PartsOverlap()
             | e.TensorNotCovered()
             | e.TooManyLayouts()
+            | e.OtherPartsRead()
         ):
             return _layout(error)
         case (
@@ -236,7 +237,7 @@ def _place(side: e.Side, group: int) -> str:
     return "policy workers" if side == "policy" else f"data-parallel group {group}"
 
 
-def _layout(error: e.LayoutError | e.TooManyLayouts) -> str:
+def _layout(error: e.LayoutError | e.TooManyLayouts | e.OtherPartsRead) -> str:
     match error:
         case e.UnknownTensor():
             return (
@@ -263,6 +264,11 @@ def _layout(error: e.LayoutError | e.TooManyLayouts) -> str:
             return (
                 f"a policy worker feeds {error.layouts} different layouts, too many for buffers of "
                 f"{error.buffer_bytes} bytes: give it larger buffers, or run more policy workers"
+            )
+        case e.OtherPartsRead():
+            return (
+                f"the engine's loader read other parts of {error.tensor!r} than in the sync before:"
+                " run the sync again, which will be whole"
             )
         case _:
             assert_never(error)

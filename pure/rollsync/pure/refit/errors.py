@@ -343,6 +343,15 @@ ParallelError = (
     WorldNotDivisible | SizeNotPositive | ExpertGroupsUneven | DimensionNotDivisible | TooFewLayers
 )
 
+# What was learned of a loader
+
+
+class OtherPartsRead(_Error, frozen=True, kw_only=True):
+    """A loader read other parts of a tensor than those that are sent since it was watched."""
+
+    tensor: str
+
+
 # Shapes from a configuration
 
 
@@ -422,6 +431,7 @@ RefitErrorValue = (
     | LayoutError
     | TooManyLayouts
     | ParallelError
+    | OtherPartsRead
     | ShapesError
     | LifecycleError
     | ServingError

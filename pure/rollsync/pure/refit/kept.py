@@ -31,7 +31,7 @@ def kept_layout(specs: Iterable[TensorSpec], plan: LoadPlan) -> tuple[Part, ...]
         Part(name, box)
         for spec in specs
         for box in _kept_boxes(spec, plan.tensors.get(spec.name))
-        for name in (spec.name, *spec.aliases)
+        for name in spec.names
     )
 
 

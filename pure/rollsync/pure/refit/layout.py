@@ -186,7 +186,7 @@ def check_coverage(
 
 
 def _by_name(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    return {name: spec for spec in specs for name in (spec.name, *spec.aliases)}
+    return {name: spec for spec in specs for name in spec.names}
 
 
 def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:
@@ -200,7 +200,7 @@ def _overlapping_name(spec: TensorSpec, boxes: dict[Box, list[str]]) -> str | No
     """A name under which two of a rank's boxes share elements."""
     if len(boxes) < 2:
         return None
-    for name in (spec.name, *spec.aliases):
+    for name in spec.names:
         own = [box for box, names in boxes.items() if name in names]
         if union_elements(own) != sum(box.elements for box in own):
             return name
@@ -268,7 +268,7 @@ def _in_order(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _sent_part(spec: TensorSpec, box: Box, names: Sequence[str]) -> SentPart:
-    ordered = [name for name in (spec.name, *spec.aliases) if name in names]
+    ordered = [name for name in spec.names if name in names]
     first, *aliases = (part_name(name, spec, box) for name in ordered)
     return SentPart(
         source=spec.name,

@@ -124,15 +124,17 @@ class PlannedTensor(Struct, frozen=True):
 
 
 class LoadPlan(Struct, frozen=True):
-    """What a rank's loader does with each tensor of a stream.
+    """What a rank's loader does with each tensor of a stream; `LoadPlan()` when nothing is known.
 
     Attributes:
         tensors: By name, in stream order.
         layers: Those that are filled by direct tensors alone; a loader may leave them out.
+        tied: Names that came with the very bytes of another one, and count as that one's.
     """
 
-    tensors: dict[str, PlannedTensor]
-    layers: frozenset[str]
+    tensors: dict[str, PlannedTensor] = {}
+    layers: frozenset[str] = frozenset()
+    tied: frozenset[str] = frozenset()
 
     @property
     def direct(self) -> dict[str, PlannedTensor]:

@@ -123,7 +123,7 @@ def plan_shards(
 
 def whole_model(specs: Sequence[TensorSpec], rollout_world_size: int) -> Shards:
     """The layouts of ranks that are sent every tensor whole, and slice it themselves."""
-    layout = tuple(Part(n, whole(spec)) for spec in specs for n in (spec.name, *spec.aliases))
+    layout = tuple(Part(n, whole(spec)) for spec in specs for n in spec.names)
     return Shards(layouts=(layout,), shard_of_rank=(0,) * rollout_world_size)
 
 
@@ -190,7 +190,7 @@ def _layout(
             continue
         if expert is not None and expert_ranks > 1 and expert not in own_experts:
             continue
-        names = (spec.name, *spec.aliases)
+        names = spec.names
         if layer is None:
             names = tuple(name for name in names if stage in _outer_stages(name, stages))
         boxes: tuple[Box, ...] | DimensionNotDivisible

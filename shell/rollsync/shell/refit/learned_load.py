@@ -1,13 +1,10 @@
 """What is known of the loader of a rank's model, from one stream to the next.
 
-A first load, of whole tensors, is watched. What was seen tells two things for the streams that
-follow: which part of each tensor the rank keeps, so that it is sent no more, and which tensors the
-loader only copies, so that an engine may read them straight into the model.
+`rollsync.pure.refit.learned` says what a load teaches and when it is watched.
 
-Rules kept here: what was learned holds for the declared tensors and the very memory that it was
+Rule kept here: what was learned holds for the declared tensors and the very memory that it was
 learned of: when a parameter has moved, or after a sync that failed, everything is learned anew from
-a load of whole tensors; and the first load of a tensor's parts is watched too, as a loader that
-reads anything else of it would read what never came.
+a load of whole tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from returns.pipeline import is_successful
 
-from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit import TensorSpec, describe
 from rollsync.pure.refit.direct import destinations_of
-from rollsync.pure.refit.kept import kept_bytes, kept_layout
-from rollsync.pure.refit.layout import Part, whole
+from rollsync.pure.refit.layout import Part
+from rollsync.pure.refit.learned import (
+    Learned,
+    confirm,
+    is_to_be_watched,
+    learn,
+    undeclared_ties,
+)
 from rollsync.pure.refit.load_plan import LoadPlan
 from rollsync.shell.refit.engines.direct import Destinations
 from rollsync.shell.refit.errors import WeightMismatch
@@ -31,7 +35,6 @@ from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
 logger = logging.getLogger(__name__)
 
 _Stamp = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
-_NOTHING = LoadPlan(tensors={}, layers=frozenset())
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Reception:
             intake,
             self.destinations,
             known=self.plan.tensors.keys(),
-            aliases=_aliases(self.declared),
+            aliases={alias for spec in self.declared for alias in spec.aliases},
         )
 
 
@@ -96,11 +99,9 @@ class LearnedLoad:
 
     def forget(self) -> None:
         """The next stream is to be whole, and watched."""
-        self._plan: LoadPlan | None = None
-        self._layout: tuple[Part, ...] | None = None
-        self._unconfirmed: frozenset[str] = frozenset()
-        """The tensors of which parts are kept that were not seen to be loaded yet."""
+        self._known: Learned | None = None
         self._stamps: dict[str, _Stamp] = {}
+        """Of the parameters that were seen to be filled by copies alone."""
         self._destinations: Destinations | None = None
         """Those of the plan, once they were asked for, without the parameters."""
 
@@ -111,12 +112,13 @@ class LearnedLoad:
             directly: whether the engine may read tensors straight into the model.
         """
         destinations = self._destinations_now() if directly and self._model is not None else None
+        known = self._known
         return Reception(
             declared=self._declared,
             recorder=self._recorder(directly=directly),
-            layout=self._layout,
+            layout=None if known is None else known.layout,
             destinations=destinations,
-            plan=self._plan or _NOTHING,
+            plan=LoadPlan() if known is None else known.plan,
         )
 
     def learn(self, recorder: LoadRecorder) -> None:
@@ -127,73 +129,44 @@ class LearnedLoad:
         """
         serving = self._serving()
         seen = recorder.plan(serving.get)
-        if self._plan is not None:
-            self._confirm(seen)
+        if self._known is not None:
+            confirmed = confirm(self._known, self._declared, seen)
+            if not is_successful(confirmed):
+                error = confirmed.failure()
+                raise WeightMismatch(describe(error), tensor=error.tensor)
+            self._known = confirmed.unwrap()
             return
-        if self._is_shared:
-            self._learn_layout(seen)
-        self._plan = self._trusted(seen, recorder)
-        written = {c.parameter for each in self._plan.direct.values() for c in each.copies}
+        self._known = learn(self._declared, seen, is_shared=self._is_shared)
+        self._log(seen)
+        written = {c.parameter for each in self._known.plan.direct.values() for c in each.copies}
         self._stamps = {name: _stamp(serving[name]) for name in written}
 
     def _recorder(self, *, directly: bool) -> LoadRecorder | None:
-        if self._model is None:
+        known = self._known
+        in_parts = self._is_shared and bool(self._declared)
+        if self._model is None or not is_to_be_watched(known, in_parts=in_parts, directly=directly):
             return None
-        if self._plan is not None:
-            if not self._unconfirmed:
-                return None
-            return LoadRecorder(serving_tensors(self._model()), about=self._unconfirmed)
-        if directly or (self._is_shared and self._declared):
-            return LoadRecorder(serving_tensors(self._model()))
-        return None
+        about = None if known is None else known.unconfirmed
+        return LoadRecorder(serving_tensors(self._model()), about=about)
 
-    def _learn_layout(self, seen: LoadPlan) -> None:
-        layout = kept_layout(self._declared, seen)
-        everything = sum(spec.tensor_bytes for spec in self._declared)
-        if kept_bytes(self._declared, layout) < everything:
-            wholes = {Part(spec.name, whole(spec)) for spec in self._declared}
-            in_parts = {part.name for part in layout if part not in wholes}
-            self._layout = layout
-            self._unconfirmed = frozenset(s.name for s in self._declared if s.name in in_parts)
-
-    def _confirm(self, seen: LoadPlan) -> None:
-        """Compares parts that were loaded with those that the rank is sent."""
-        loaded = [
-            spec
-            for spec in self._declared
-            if spec.name in self._unconfirmed and spec.name in seen.tensors
-        ]
-        names = {name for spec in loaded for name in (spec.name, *spec.aliases)}
-        sent = {part for part in self._layout or () if part.name in names}
-        for part in sent.symmetric_difference(kept_layout(loaded, seen)):
-            raise WeightMismatch(
-                f"the engine's loader read other parts of {part.name!r} than in the sync before",
-                tensor=part.name,
-                remedy="run the sync again: it will be whole",
-            )
-        self._unconfirmed -= names
-
-    def _trusted(self, seen: LoadPlan, recorder: LoadRecorder) -> LoadPlan:
-        """What holds for later streams too."""
-        undeclared = recorder.tied - _aliases(self._declared)
-        if undeclared:
-            # What is one tensor in this stream may be two in the next.
-            logger.warning("%s came tied and undeclared: nothing is read directly", min(undeclared))
-            return _NOTHING
-        staged = [name for name, each in seen.tensors.items() if not each.is_direct]
+    def _log(self, seen: LoadPlan) -> None:
+        tied = undeclared_ties(self._declared, seen)
+        if tied:
+            logger.warning("%s came tied and undeclared: nothing is read directly", min(tied))
+            return
+        staged = next((each for each in seen.tensors.values() if not each.is_direct), None)
         logger.info(
             "%d of %d tensors can be read straight into the model (%d bytes)%s",
             len(seen.direct),
             len(seen.tensors),
             seen.direct_bytes,
-            f"; not {staged[0]}: {seen.tensors[staged[0]].staged_because}" if staged else "",
+            f"; not {staged.spec.name}: {staged.staged_because}" if staged else "",
         )
-        return seen
 
     def _destinations_now(self) -> Destinations | None:
         """What the next stream can be read into; None when nothing is known, or nothing holds."""
-        plan = self._plan
-        if plan is None or not plan.layers:
+        known = self._known
+        if known is None or not known.plan.layers:
             return None
         serving = self._serving()
         for name, stamp in self._stamps.items():
@@ -205,8 +178,8 @@ class LearnedLoad:
                 return None
         if self._destinations is None:
             self._destinations = Destinations(
-                destinations_of(plan),
-                {name: each.copies for name, each in plan.direct.items()},
+                destinations_of(known.plan),
+                {name: each.copies for name, each in known.plan.direct.items()},
                 {},
             )
         return self._destinations.into({name: serving[name].detach() for name in self._stamps})
@@ -215,10 +188,6 @@ class LearnedLoad:
         if self._model is None:
             return {}
         return {name: tensor for name, (_, tensor) in serving_tensors(self._model()).items()}
-
-
-def _aliases(declared: Sequence[TensorSpec]) -> frozenset[str]:
-    return frozenset(alias for spec in declared for alias in spec.aliases)
 
 
 def _stamp(tensor: torch.Tensor) -> _Stamp:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 SeeOperation = Callable[[torch._ops.OpOverload, object, object], None]
-SeeCall = Callable[[object, object], None]
+SeeCall = Callable[[str, object], None]
 
 _GIVE_AWAY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__dlpack__)
 
@@ -34,6 +34,18 @@ def watched(see_operation: SeeOperation, see_call: SeeCall) -> Iterator[None]:
     """
     with _Calls(see_call), _Operations(see_operation):
         yield
+
+
+def gave_views(
+    func: torch._ops.OpOverload, tensors: Sequence[torch.Tensor], answer: object
+) -> bool:
+    """Whether an operation neither read nor wrote elements, and only gave views of `tensors`."""
+    if not all(each.alias_info and not each.alias_info.is_write for each in func._schema.returns):
+        return False
+    # Some, such as `reshape`, copy where no view is possible.
+    given = {each.untyped_storage()._cdata for each in tensors}
+    views = tensors_in(answer)
+    return bool(views) and all(each.untyped_storage()._cdata in given for each in views)
 
 
 def rows_taken(func: torch._ops.OpOverload, arguments: object) -> list[torch.Tensor] | None:

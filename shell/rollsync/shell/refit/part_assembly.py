@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from returns.pipeline import is_successful
 
-from rollsync.pure.refit import TensorSpec, describe
+from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.layout import Part, SentPart, plan_parts, whole
 from rollsync.shell.refit.boxes import inside
-from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.errors import accepted
 
 SMALLEST_LOAD_BYTES = 64 * 1024 * 1024
 """Tensors of full shape are handed to the loader when they are at least this large together."""
@@ -31,16 +30,14 @@ class PartAssembly:
     """
 
     def __init__(self, specs: Sequence[TensorSpec], layout: Sequence[Part]) -> None:
-        planned = plan_parts(specs, layout, rank=0)
-        if not is_successful(planned):
-            raise RefitError(describe(planned.failure()))
-        self._parts = {part.spec.name: part for part in planned.unwrap()}
+        planned = accepted(plan_parts(specs, layout, rank=0))
+        self._parts = {part.spec.name: part for part in planned}
         self._left: dict[str, int] = {}
-        for part in planned.unwrap():
+        for part in planned:
             self._left[part.source] = self._left.get(part.source, 0) + 1
         self.specs = {spec.name: spec for spec in specs if spec.name in self._left}
         """The tensors of which something comes, by name."""
-        self._further = {a for part in planned.unwrap() for a in part.spec.aliases}
+        self._further = {a for part in planned for a in part.spec.aliases}
         self._open: dict[str, torch.Tensor] = {}
 
     def loads(
