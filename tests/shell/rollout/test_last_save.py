@@ -49,7 +49,9 @@ async def after_step_1(root: Path) -> World:
     return world
 
 
-async def last(world: World, training: Training, *, left_s: float | None) -> LastSaveEnd:
+async def last(
+    world: World, training: Training, *, left_s: float | None, step_timeout_s: float = 60.0
+) -> LastSaveEnd:
     until_s = None if left_s is None else asyncio.get_running_loop().time() + left_s
     try:
         return await save_last(
@@ -58,6 +60,7 @@ async def last(world: World, training: Training, *, left_s: float | None) -> Las
             stop_after_step=training.told.set,
             train_steps=lambda: world.cell.state.progress.train_steps,
             until_s=until_s,
+            step_timeout_s=step_timeout_s,
         )
     finally:
         training.task.cancel()
@@ -87,11 +90,15 @@ async def test_a_step_without_a_checkpoint_gets_one(left_s: float | None, tmp_pa
     assert world.archive.choose().bundle is not None
 
 
+@pytest.mark.parametrize("left_s", [None, 0.05], ids=["no deadline", "deadline"])
 @pytest.mark.asyncio
-async def test_a_step_that_does_not_end_in_time_is_said(tmp_path: Path) -> None:
+async def test_a_step_that_does_not_end_in_time_is_said(
+    left_s: float | None, tmp_path: Path
+) -> None:
+    """Also without a deadline: a worker that is halted does not end it."""
     world = await after_step_1(tmp_path)
     training = Training(world, in_long_step=True)
-    end = await last(world, training, left_s=0.05)
+    end = await last(world, training, left_s=left_s, step_timeout_s=0.05)
     assert not end.saved
     assert "missing_trainer_anchor: the newest step has no checkpoint" in end.how
     assert world.archive.bundles() == []
@@ -115,6 +122,7 @@ async def test_a_train_pump_that_fails_instead_of_ending_has_saved_nothing(tmp_p
             stop_after_step=told.set,
             train_steps=lambda: world.cell.state.progress.train_steps,
             until_s=None,
+            step_timeout_s=60.0,
         )
 
 
@@ -170,6 +178,7 @@ async def test_a_step_that_ends_while_the_save_is_written_is_saved_too(tmp_path:
             stop_after_step=training.told.set,
             train_steps=lambda: next(before_and_after),
             until_s=None,
+            step_timeout_s=60.0,
         )
     )
     while not world.archive.bundles():
@@ -193,6 +202,7 @@ async def test_a_step_that_ends_too_late_to_be_saved_is_said(tmp_path: Path) -> 
         stop_after_step=training.told.set,
         train_steps=lambda: next(before_and_after),
         until_s=asyncio.get_running_loop().time(),
+        step_timeout_s=60.0,
     )
     training.task.cancel()
     assert end == LastSaveEnd(

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollsync.shell.rollout.stopping import done_before
+from rollsync.shell.rollout.stopping import done_before, result_before
 
 
 class Work:
@@ -61,3 +61,16 @@ async def test_a_failure_is_raised() -> None:
 
     with pytest.raises(ValueError, match="no room"):
         await done_before(asyncio.Event(), fail())
+
+
+@pytest.mark.asyncio
+async def test_work_has_its_result_or_has_been_cancelled() -> None:
+    async def answer() -> int:
+        return 7
+
+    stop, work = asyncio.Event(), Work()
+    assert await result_before(stop, answer()) == 7
+    asyncio.get_running_loop().call_soon(stop.set)
+    cancelled: object = await result_before(stop, work())
+    assert cancelled is None
+    assert work.did == ["began", "cleaned up"]

@@ -14,7 +14,7 @@ from ray.actor import ActorProxy
 from rollsync.pure.config import GenerationConfig, MasterConfig
 from rollsync.pure.refit.fleet.state import FleetSettings
 from rollsync.shell.grpo.worker import GrpoPolicyWorker
-from rollsync.shell.journal import EngineChanged, JournalEntry
+from rollsync.shell.journal import EngineChanged, JournalEntry, JournalListener
 from rollsync.shell.rollout.controller import RunOutcome
 from rollsync.shell.run.launch import carry_on, opened_run
 from rollsync.shell.run.planes import running_plane
@@ -52,6 +52,18 @@ def run_here(config: MasterConfig, orders: Path, direct: Director) -> RunOutcome
         if direct(entry):
             stop.set()
 
+    return run_until(config, orders, listener, stop=stop, at_once=asyncio.Event())
+
+
+def run_until(
+    config: MasterConfig,
+    orders: Path,
+    listener: JournalListener,
+    *,
+    stop: asyncio.Event,
+    at_once: asyncio.Event,
+) -> RunOutcome:
+    """The same, until it is asked to stop by these."""
     with opened_run(config, listener=listener) as run, running_plane(config.data_plane) as plane:
         remote_policy = ray.remote(KillablePolicy).options(num_cpus=0)
         remote_engine = ray.remote(KillableEngine).options(num_cpus=0)
@@ -70,6 +82,7 @@ def run_here(config: MasterConfig, orders: Path, direct: Director) -> RunOutcome
                 policy=policy,
                 start_engine=lambda slot: remote_engine.remote(config.model.path, orders=orders),
                 stop=stop,
+                at_once=at_once,
             )
         )
 

@@ -1,4 +1,4 @@
-"""A trainer and an engine that kill their own process where an order says so.
+"""A trainer and an engine that kill or halt their own process where an order says so.
 
 An order is a file named after the moment. Whoever takes it away first carries it out, so each
 order costs one process.
@@ -43,9 +43,11 @@ SAVING = "saving"
 POLICY_MOMENTS = (GRADIENTS, COMMITTING, SENDING, SAVING)
 
 
-def order(orders: Path, moment: str) -> None:
-    """Have the next process at `moment` kill itself."""
-    (orders / moment).touch()
+def order(orders: Path, moment: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the next process at `moment` send itself a signal."""
+    draft = orders / f"{moment}.draft"
+    draft.write_text(str(int(number)))
+    draft.rename(orders / moment)
 
 
 def of_rank(moment: str, rank: int) -> str:
@@ -54,12 +56,13 @@ def of_rank(moment: str, rank: int) -> str:
 
 
 def obey(orders: Path, moment: str) -> None:
-    """Die if it is ordered."""
+    """Die or halt if it is ordered."""
     try:
+        number = int((orders / moment).read_text())
         (orders / moment).unlink()
     except FileNotFoundError:
         return
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), number)
 
 
 class KillableEngine(TorchGenerationWorker):

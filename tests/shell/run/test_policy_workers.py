@@ -16,12 +16,12 @@ from ray.actor import ActorProxy
 from rollsync.pure.config import MasterConfig
 from rollsync.pure.rollout.sampler import InOrderSampler
 from rollsync.shell.grpo.worker import GrpoPolicyWorker
-from rollsync.shell.journal import Finished, JournalEntry, StepTrained
+from rollsync.shell.journal import Finished, JournalEntry, StepClaimed, StepTrained
 from rollsync.shell.rollout.clients import TrainerLost
 from rollsync.shell.rollout.controller import RunOutcome
 from rollsync.shell.rollout.data_plane import InProcessDataPlane
 from rollsync.shell.run.launch import carry_on, opened_run
-from tests.shell.run.fleet_runs import PATIENT, run_here
+from tests.shell.run.fleet_runs import PATIENT, run_here, run_until
 from tests.shell.run.halted_worker import HaltedWorker
 from tests.shell.run.killable import COMMITTING, GRADIENTS, SAVING, SENDING, of_rank, order
 from tests.shell.run.runs import (
@@ -109,6 +109,7 @@ def test_a_stop_during_the_start_ends_workers_that_are_halted(
                 policy=[policy],
                 start_engine=lambda slot: remote.remote(files[1]),
                 stop=stop,
+                at_once=asyncio.Event(),
             )
         )
         while not all(file.exists() for file in files):
@@ -125,6 +126,32 @@ def test_a_stop_during_the_start_ends_workers_that_are_halted(
             signal.sigtimedwait((), 0.05)
     assert not list(Path(config.run.directory).glob("step_*"))
     assert not any(isinstance(entry, Finished) for entry in entries_of(config))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_second_stop_ends_a_run_whose_worker_is_halted_in_a_step(
+    cluster: None, tmp_path: Path, model_path: Path, orders: Path
+) -> None:
+    """There is no checkpoint to save anything under, so the first one waits for the step."""
+    config = small_config(tmp_path / "run", model_path)
+    every = replace(config.checkpointing, trainer_every_steps=100)
+    config = replace(config, checkpointing=every)
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def direct(entry: JournalEntry) -> None:
+        if isinstance(entry, StepTrained) and entry.step == 1:
+            order(orders, GRADIENTS, signal.SIGSTOP)
+        if isinstance(entry, StepClaimed) and entry.step == 2:
+            stop.set()
+            asyncio.get_running_loop().call_later(0.5, at_once.set)
+
+    outcome = run_until(config, orders, direct, stop=stop, at_once=at_once)
+    assert (outcome.completed, outcome.saved) == (False, False)
+    assert "a second time" in outcome.why
+    ended = entries_of(config)[-1]
+    assert isinstance(ended, Finished)
+    assert (ended.train_steps, ended.why) == (1, outcome.why)
 
 
 @pytest.mark.slow

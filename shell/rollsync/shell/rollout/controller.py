@@ -63,6 +63,7 @@ from rollsync.shell.rollout.train_pump import TrainingEnd, TrainPump
 from rollsync.shell.rollout.waiting import ChangeSignal
 
 PARTITION = "rollouts"
+_CUT_SHORT = "asked to stop a second time, so nothing was waited for or saved any more"
 _NOT_BEGUN = "asked to stop during the start; nothing was done, so there is nothing to save"
 
 _logger = logging.getLogger(__name__)
@@ -237,6 +238,11 @@ class RolloutController:
         """The outcome of a run that was asked to stop before it generated or trained anything."""
         return RunOutcome(state=self.cell.state, why=_NOT_BEGUN, completed=False, saved=True)
 
+    def cut_short(self) -> RunOutcome:
+        """The outcome of a run whose `run` was cancelled, as it was asked to stop once more."""
+        self._finished(_CUT_SHORT)
+        return RunOutcome(state=self.cell.state, why=_CUT_SHORT, completed=False, saved=False)
+
     def _finished(self, why: str) -> None:
         step = self.cell.state.progress.train_steps
         self._journal.write(Finished(train_steps=step, why=why))
@@ -274,8 +280,8 @@ class RolloutController:
     ) -> TrainingEnd:
         """Let the step that is being trained end, save, and raise; unless it was the last."""
         self._training.stop_after_step()
-        await asyncio.wait((training,))
-        if training.result().completed:
+        await asyncio.wait((training,), timeout=self._step_timeout_s)
+        if training.done() and training.result().completed:
             return training.result()
         await self._save_last(training, "engines are lost", until_s=None)
         raise lost
@@ -289,10 +295,17 @@ class RolloutController:
             stop_after_step=self._training.stop_after_step,
             train_steps=lambda: self.cell.state.progress.train_steps,
             until_s=until_s,
+            step_timeout_s=self._step_timeout_s,
         )
         if training.done() and training.result().completed:
             return training.result()
         return TrainingEnd(why=f"{why}; {last.how}", completed=False, saved=last.saved)
+
+    @property
+    def _step_timeout_s(self) -> float:
+        """How long a run that is to end waits for a step and its checkpoint."""
+        config = self._config
+        return config.cluster.collective_timeout_s + config.checkpointing.save_timeout_s
 
     async def _restore(self) -> None:
         restored = await self._restorer.restore()

@@ -2,9 +2,9 @@
 
 Rules kept here: no step is begun any more, and one that ends while the save is written is saved
 too, so that nothing that was trained is trained again; a step that has no checkpoint to put a
-snapshot under gets one, as soon as the step that is being trained has ended; before a deadline,
-what fails is tried again as long as there is time; and what could not be saved is said with its
-reason.
+snapshot under gets one, as soon as the step that is being trained has ended, for which there is a
+deadline; before a deadline to save by, what fails is tried again as long as there is time; and what
+could not be saved is said with its reason.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ async def save_last(
     stop_after_step: Callable[[], None],
     train_steps: Callable[[], int],
     until_s: float | None,
+    step_timeout_s: float,
 ) -> LastSaveEnd:
     """Save what the run has; how that ended.
 
@@ -51,6 +52,8 @@ async def save_last(
         train_steps: how many steps are trained by now.
         until_s: reading of the event loop's clock from which on nothing is begun any more. None:
             there is no deadline, and a save that fails is not repeated.
+        step_timeout_s: without a deadline, longest wait for the end of the train pump: whoever is
+            at the step may be halted.
 
     Raises:
         RolloutSaveError: the state contradicts itself; no attempt can save it.
@@ -66,6 +69,9 @@ async def save_last(
         if end.saved or (left_s is not None and left_s <= 0):
             return end
         if result.saved or result.reason is Reason.MISSING_TRAINER_ANCHOR:
+            if until_s is None:
+                until_s = asyncio.get_running_loop().time() + step_timeout_s
+                left_s = step_timeout_s
             await asyncio.wait((training,), timeout=left_s)
             if training.done():
                 training.result()

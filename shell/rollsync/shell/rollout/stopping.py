@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 async def done_before(stop: asyncio.Event, work: Coroutine[object, None, None]) -> bool:
@@ -15,6 +18,25 @@ async def done_before(stop: asyncio.Event, work: Coroutine[object, None, None]) 
     Raises:
         Exception: whatever `work` raised.
     """
+    working = await _ended(stop, work)
+    if working.cancelled():
+        return False
+    working.result()
+    return True
+
+
+async def result_before(stop: asyncio.Event, work: Coroutine[object, None, T]) -> T | None:
+    """The result of `work`. None: `stop` was set, and the work is cancelled.
+
+    Raises:
+        Exception: whatever `work` raised.
+    """
+    working = await _ended(stop, work)
+    return None if working.cancelled() else working.result()
+
+
+async def _ended(stop: asyncio.Event, work: Coroutine[object, None, T]) -> asyncio.Task[T]:
+    """Wait for `work`, which is cancelled when `stop` is set."""
     working = asyncio.ensure_future(work)
     asked = asyncio.ensure_future(stop.wait())
     try:
@@ -24,7 +46,4 @@ async def done_before(stop: asyncio.Event, work: Coroutine[object, None, None]) 
         if not working.done():
             working.cancel()
             await asyncio.wait((working,))
-    if working.cancelled():
-        return False
-    working.result()
-    return True
+    return working

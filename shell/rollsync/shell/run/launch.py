@@ -1,7 +1,9 @@
 """Starts what a configuration names (Ray, trainer, engines, run directory) and runs the controller.
 
 Rule kept here: everything that was started is ended, whether the run ends by itself, is asked to
-stop (SIGTERM, SIGINT), or fails; and a stop is heeded at once, in whatever the run waits for.
+stop (SIGTERM, SIGINT), or fails; and a stop is heeded at once, in whatever the run waits for: the
+first lets the step end that is being trained, if that is what there is to save, and the second does
+not.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rollsync.shell.rollout.controller import RolloutController, RunOutcome
 from rollsync.shell.rollout.data_plane import DataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
-from rollsync.shell.rollout.stopping import done_before
+from rollsync.shell.rollout.stopping import done_before, result_before
 from rollsync.shell.run.actors import start_engine, start_policy
 from rollsync.shell.run.clients import make_clients, noted
 from rollsync.shell.run.fleet import EngineFleet
@@ -111,16 +113,21 @@ def opened_run(
 
 
 async def _run(run: OpenRun, placement: WorkerPlacement, plane: DataPlane) -> RunOutcome:
-    stop = asyncio.Event()
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def asked() -> None:
+        (at_once if stop.is_set() else stop).set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, asked)
     return await carry_on(
         run,
         plane=plane,
         policy=start_policy(run.config, placement),
         start_engine=partial(start_engine, run.config, placement),
         stop=stop,
+        at_once=at_once,
     )
 
 
@@ -131,6 +138,7 @@ async def carry_on(
     policy: Sequence[ActorProxy[GrpoPolicyWorker]],
     start_engine: Callable[[int], Actor],
     stop: asyncio.Event,
+    at_once: asyncio.Event,
 ) -> RunOutcome:
     """One process's part of a run, with its workers; they are ended with it.
 
@@ -138,7 +146,8 @@ async def carry_on(
         plane: where rows are.
         policy: the policy workers, by rank.
         start_engine: starts the engine of a slot; see `EngineFleet`.
-        stop: set when the run is to stop.
+        stop: set when the run is to stop, when it has saved what it has.
+        at_once: set when it is to stop without that.
 
     Raises:
         RollsyncError: the run cannot go on; it can be resumed.
@@ -172,7 +181,9 @@ async def carry_on(
     async with fleet, trainer:
         if not await done_before(stop, trainer.start()):
             return controller.not_begun()
-        outcome = await controller.run(stop)
+        outcome = await result_before(at_once, controller.run(stop))
+        if outcome is None:
+            return controller.cut_short()
         with suppress(TimeoutError):
             async with asyncio.timeout(RELEASE_S):
                 await sync.shutdown()
