@@ -4,9 +4,10 @@
 to a rollout process on another, which loads every tensor into memory of its own. In each round all
 ways run once, one after the other, so that they meet the same load. Ratios are of median rates.
 
-The other ways are in `refit_peers`. The memory copy is of one thread in the policy process; the one
-on both cores is such a copy in each process at a time. The bare copies are what a way with buffers
-in shared memory cannot be faster than.
+The other ways are in `refit_peers`, reads straight into parameters in `refit_direct`, and relays in
+`refit_relays`. The memory copy is of one thread in the policy process; the one on both cores is
+such a copy in each process at a time. The bare copies are what a way with buffers in shared memory
+cannot be faster than.
 
 "Layers" is the model without its embedding, of which every tensor fits the buffers; larger and
 smaller models of the same shapes show how the time grows.
@@ -20,7 +21,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +34,8 @@ from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_eng
 from tests.bench.measure import machine, write_results
 from tests.bench.refit_direct import direct_rows
 from tests.bench.refit_peers import MIB, RAW_READ_BYTES, Peer, Reference, Weights
+from tests.bench.refit_relays import relay_rows
+from tests.bench.refit_stream import connect, stream
 
 ROUNDS = 3
 BUCKETS_MIB = (1, 4, 8, 12, 64)
@@ -110,12 +112,7 @@ class Worker(Peer):
 
     def connect(self, metadata: Sequence[object]) -> None:
         """Let the engine know the other end."""
-        engine = self._made()
-        worlds = {"train_world_size": 1, "rollout_world_size": 1}
-        if self._rank == 0:
-            engine.init_policy_process_group(worker_rank=0, metadata=metadata, **worlds)
-        else:
-            engine.init_rollout_process_group(rollout_rank=0, metadata=metadata, **worlds)
+        connect(self._made(), self._rank, metadata)
 
     def sync(self, key: str) -> float:
         """One stream; seconds of processor time that it took here."""
@@ -145,17 +142,6 @@ class Worker(Peer):
         if self._engine is None:
             raise RuntimeError("call prepare first")
         return self._engine
-
-
-async def stream(engine: CheckpointEngine, rank: int, weights: Weights) -> None:
-    """One end of one stream. Not a method: Ray would make the actor's calls coroutines."""
-    if rank == 0:
-        await engine.send_weights(weights.items())
-        return
-    async with aclosing(engine.receive_weight_batches()) as batches:
-        async for batch in batches:
-            for name, tensor in batch:
-                weights[name].copy_(tensor)
 
 
 @dataclass
@@ -380,6 +366,7 @@ if __name__ == "__main__":
     measured = rows(measure_all())
     ray.shutdown()
     measured += direct_rows(SETS["model"], SETS["small tensors"])
+    measured += relay_rows(SETS["model"])
     write_results(
         {
             "machine": {

@@ -69,6 +69,33 @@ def figure(
     }
 
 
+def row(
+    name: str,
+    value: float,
+    unit: str,
+    *,
+    against: str | None = None,
+    ratio: float | None = None,
+    goal: float | None = None,
+) -> dict[str, object]:
+    """One measured value, alone or beside another.
+
+    Args:
+        against: the other's name.
+        ratio: to that.
+        goal: the smallest ratio that is wanted, if one is.
+    """
+    return {
+        "name": name,
+        "value": round(value, 2),
+        "unit": unit,
+        "compared_with": against,
+        "ratio": None if ratio is None else round(ratio, 2),
+        "goal": goal,
+        "met": None if goal is None or ratio is None else ratio >= goal,
+    }
+
+
 def write_results(results: Mapping[str, object]) -> None:
     """Prints the results, and writes them to the file of `--out`."""
     parser = argparse.ArgumentParser()

@@ -20,6 +20,7 @@ from typing import Final
 
 import torch
 
+from tests.bench.measure import row
 from tests.bench.refit_direct_ends import FLAT_BYTES, Ends, Shapes, Variant
 
 ROUNDS: Final = 5
@@ -86,19 +87,19 @@ def direct_rows(model: Shapes, small: Shapes) -> list[dict[str, object]]:
     each_us = {backend: _small_us(ends, (backend, True), len(small)) for backend in BARE}
     ends.close()
     rates = found.rates()
-    result = [_row(name, value, "GB/s") for name, value in rates.items()]
+    result = [row(name, value, "GB/s") for name, value in rates.items()]
     result += _compared(rates)
     usual = statistics.median(found.seconds[ours(VARIANTS[0], LARGE)])
     result += [
-        _row("shm direct, made large pages of", large / found.model_bytes, "of all bytes"),
-        _row(
+        row("shm direct, made large pages of", large / found.model_bytes, "of all bytes"),
+        row(
             "shm direct, making pages large, both ends at once",
             sum(settling) - len(settling) * usual,
             "s, once",
         ),
     ]
     result += [
-        _row(f"{backend} direct, small tensors, both ends", value, "microseconds a tensor")
+        row(f"{backend} direct, small tensors, both ends", value, "microseconds a tensor")
         for backend, value in each_us.items()
     ]
     return result
@@ -150,25 +151,5 @@ def _compared(rates: dict[str, float]) -> list[dict[str, object]]:
             ),
         ):
             ratio = rates[name] / rates[against]
-            result.append(_row(name, rates[name], "GB/s", against=against, ratio=ratio, goal=goal))
+            result.append(row(name, rates[name], "GB/s", against=against, ratio=ratio, goal=goal))
     return result
-
-
-def _row(
-    name: str,
-    value: float,
-    unit: str,
-    *,
-    against: str | None = None,
-    ratio: float | None = None,
-    goal: float | None = None,
-) -> dict[str, object]:
-    return {
-        "name": name,
-        "value": round(value, 2),
-        "unit": unit,
-        "compared_with": against,
-        "ratio": None if ratio is None else round(ratio, 2),
-        "goal": goal,
-        "met": None if goal is None or ratio is None else ratio >= goal,
-    }

@@ -24,6 +24,7 @@ from rollsync.shell.refit.engines.direct_reads import memory_at
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
 from rollsync.shell.refit.engines.process_memory import read_memory
 from rollsync.shell.refit.weights import dtype_name
+from tests.bench.refit_stream import connect
 
 FLAT_BYTES: Final = 512 << 20
 _BUCKET_BYTES: Final = 64 << 20
@@ -144,12 +145,7 @@ class End:
 
     def connect(self, variant: Variant, metadata: list[object]) -> None:
         """Let an engine know the other end."""
-        engine = self._engines[variant]
-        worlds = {"train_world_size": 1, "rollout_world_size": 1}
-        if self._rank == 0:
-            engine.init_policy_process_group(worker_rank=0, metadata=metadata, **worlds)
-        else:
-            engine.init_rollout_process_group(rollout_rank=0, metadata=metadata, **worlds)
+        connect(self._engines[variant], self._rank, metadata)
 
     def aim(self, variant: Variant, key: str) -> None:
         """Let the rollout worker's engine know where to read to."""
