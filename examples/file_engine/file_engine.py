@@ -52,9 +52,18 @@ class FileCheckpointEngine(CheckpointEngine):
         bucket_size: about how many bytes are in one file.
         folder: an existing folder that every worker can write to.
         refit_timeout_s: how long one wait for another worker may take.
+        release_after_refit: the synchronizer's, which calls `finalize` after each sync then.
     """
 
-    def __init__(self, bucket_size: int, *, folder: str, refit_timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        *,
+        bucket_size: int,
+        folder: str,
+        refit_timeout_s: float = 300.0,
+        release_after_refit: bool = False,
+    ) -> None:
+        del release_after_refit
         self._bucket_bytes = bucket_size
         self._folder = Path(folder)
         self._timeout_s = refit_timeout_s

@@ -56,7 +56,7 @@ def test_what_a_killed_worker_left_is_swept_up_and_the_living_stay(tmp_path: Pat
     living = Home(tmp_path)
     sweep(tmp_path)
     assert list(tmp_path.iterdir()) == [living.path]
-    engine = FileCheckpointEngine(1024, folder=str(tmp_path))
+    engine = FileCheckpointEngine(bucket_size=1024, folder=str(tmp_path))
     assert living.path.exists()
     engine.prepare()
     engine.finalize()

@@ -81,6 +81,15 @@ def test_an_answer_that_is_no_list_is_a_group_of_one() -> None:
     assert flatten_metadata(results) == [item(0, 0), item(0, 1), item(0, 2)]
 
 
+def test_a_tuple_is_one_item_which_only_its_engine_can_read() -> None:
+    address = ("host", 1)
+    assert flatten_metadata([address, [address]]) == [address, address]
+    topology = topology_of_answers([address], [address, address], rollout_workers=2).unwrap()
+    assert topology == Topology(
+        metadata=(address, address, address), train_world_size=1, rollout_world_size=2
+    )
+
+
 @pytest.mark.parametrize("world_size", range(1, 7))
 def test_policy_answers_are_sorted_whatever_order_they_come_in(world_size: int) -> None:
     for order in permutations(range(world_size)):

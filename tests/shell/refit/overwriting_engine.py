@@ -15,8 +15,9 @@ OVERWRITING = "tests.shell.refit.overwriting_engine:OverwritingEngine"
 class OverwritingEngine(FileCheckpointEngine):
     """Option: `folder`, shared by all workers."""
 
-    def __init__(self, bucket_size: int, *, folder: str) -> None:
-        super().__init__(1, folder=folder)
+    def __init__(self, *, bucket_size: int, folder: str) -> None:
+        del bucket_size
+        super().__init__(bucket_size=1, folder=folder)
 
     async def receive_weight_batches(self) -> AsyncGenerator[Batch, None]:
         async with aclosing(super().receive_weight_batches()) as batches:

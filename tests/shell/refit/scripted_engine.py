@@ -16,7 +16,7 @@ class ScriptedEngine(CheckpointEngine):
     script: ClassVar[Sequence[Batch | Exception]] = ()
     made: ClassVar[list["ScriptedEngine"]] = []
 
-    def __init__(self, bucket_size: int, **engine_kwargs: object) -> None:
+    def __init__(self, *, bucket_size: int, **engine_kwargs: object) -> None:
         self.options = (bucket_size, engine_kwargs)
         self.calls: list[object] = []
         self.sent: list[tuple[str, torch.Tensor]] = []

@@ -129,7 +129,7 @@ def load_parts(
 ) -> None:
     reception = staged(known)
     parts = list(sent(weights, reception.layout or (), specs))
-    for put_together in reception.intake(in_parts=True, are_whole=True).loads(parts):
+    for put_together in reception.intake(in_parts=True).loads(parts):
         load(model, reception.recorder, dict(put_together))
     if reception.recorder is not None:
         known.learn(reception.recorder)
@@ -227,7 +227,7 @@ def test_what_came_past_the_loader_is_watched_when_its_parts_first_come() -> Non
         reception = known.reception(directly=True)
         assert (reception.destinations is not None, reception.layout) == (True, layout)
         assert reception.recorder is not None
-        intake = reception.intake(in_parts=True, are_whole=True)
+        intake = reception.intake(in_parts=True)
         weights = stream()
         parts = [part for part in sent(weights, layout) if part[0].partition("[")[0] in names]
         for put_together in intake.loads(parts):

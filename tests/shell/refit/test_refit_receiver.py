@@ -57,6 +57,21 @@ def _no_engine_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedEngine, "script", ())
 
 
+def test_an_engine_that_relies_on_experts_being_chosen_for_it_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ScriptedEngine, "shard_expert_weights", True)
+    sender = RefitSender(rank=0)
+    sender.init(SCRIPTED, 1024, {})
+    receiver = RefitReceiver(
+        local_rank=0, engine_world_size=1, update=lambda recorder: RecordedUpdate()
+    )
+    receiver.init(SCRIPTED, 1024, {})
+    for prepare in (sender.prepare, receiver.prepare):
+        with pytest.raises(RefitConfigurationError, match="ScriptedEngine sets shard_expert_"):
+            prepare()
+
+
 def connected(update: RecordedUpdate, *, local_rank: int = 0, ranks: int = 1) -> RefitReceiver:
     receiver = RefitReceiver(
         local_rank=local_rank, engine_world_size=ranks, update=lambda _: update

@@ -86,7 +86,7 @@ class Nameless(PolicyRefitMixin):
 class OwnEngine(CheckpointEngine):
     """A plug-in has the whole contract."""
 
-    def __init__(self, bucket_size: int, **engine_kwargs: object) -> None:
+    def __init__(self, *, bucket_size: int, **engine_kwargs: object) -> None:
         self.bucket_size = bucket_size
 
     def prepare(self) -> dict[str, object]:
@@ -120,7 +120,7 @@ class OwnEngine(CheckpointEngine):
     def finalize(self) -> None: ...
 
 
-engine: CheckpointEngine = OwnEngine(1 << 20)
+engine: CheckpointEngine = OwnEngine(bucket_size=1 << 20)
 assert_type(
     create_checkpoint_engine("nixl", bucket_size_bytes=1 << 20, engine_kwargs={}),
     CheckpointEngine,

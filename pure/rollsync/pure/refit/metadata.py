@@ -1,8 +1,8 @@
 """The order of what the workers report, and the check that every worker reported once.
 
-Each policy and rollout worker answers with metadata of its transfer endpoint: anything, usually a
-mapping with a `rank`. The engines connect by position in one list, so its order is agreed here:
-policy workers by rank, then rollout workers group by group.
+Each policy and rollout worker answers with metadata of its transfer endpoint: anything but a list,
+usually a mapping with a `rank`. The engines connect by position in one list, so its order is agreed
+here: policy workers by rank, then rollout workers group by group.
 
 Rule kept here: a rank that a rollout worker reports is unique only inside its data-parallel group,
 so it is never compared across groups. (An engine whose own process group spans all groups reports
@@ -213,6 +213,4 @@ def _rank_of(item: object) -> int | _NotAnInteger | None:
 
 
 def _as_group(result: object) -> Sequence[object]:
-    if isinstance(result, list | tuple):
-        return result
-    return [result]
+    return result if isinstance(result, list) else [result]

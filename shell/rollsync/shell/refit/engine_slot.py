@@ -51,7 +51,18 @@ class EngineSlot:
         self._options = options
 
     def prepare(self, rank: int) -> object:
-        """Makes the engine reachable; answers its metadata, a mapping with `rank` added."""
+        """Makes the engine reachable; answers its metadata, a mapping with `rank` added.
+
+        Raises:
+            RefitConfigurationError: the engine relies on what only NeMo-RL's workers do for it.
+        """
+        if self.engine.shard_expert_weights:
+            raise RefitConfigurationError(
+                f"{type(self.engine).__name__} sets shard_expert_weights, by which NeMo-RL's"
+                " workers choose the experts that they send, and rollsync's do not",
+                remedy="have the engine leave it False, which sends every tensor whole; or use"
+                " `nixl`, `shm` or `auto`, which send a rank what it keeps",
+            )
         metadata: object = self.engine.prepare()
         return {**metadata, "rank": rank} if isinstance(metadata, dict) else metadata
 

@@ -53,11 +53,10 @@ class WholeTensors:
 
     Args:
         declared: what comes, by name; nothing is checked of what was not declared.
-        are_whole: False when the engine cuts the tensors itself, whose shape is then unknown.
     """
 
-    def __init__(self, declared: Mapping[str, TensorSpec], *, are_whole: bool = True) -> None:
-        self._checker = WeightChecker(declared, whole_tensors=are_whole)
+    def __init__(self, declared: Mapping[str, TensorSpec]) -> None:
+        self._checker = WeightChecker(declared)
 
     def loads(self, batch: Batch) -> Iterator[Batch]:
         """The batch, a tied tensor under each of its names."""

@@ -55,17 +55,16 @@ class Reception:
     destinations: Destinations | None
     plan: LoadPlan
 
-    def intake(self, *, in_parts: bool, are_whole: bool) -> Intake:
+    def intake(self, *, in_parts: bool) -> Intake:
         """Takes the stream, which has begun.
 
         Args:
             in_parts: whether it comes in the parts that the rank keeps, or else whole.
-            are_whole: False when the engine cuts tensors as it finds right.
         """
         intake: Intake = (
             KeptParts(self.declared, self.layout or ())
             if in_parts
-            else WholeTensors({spec.name: spec for spec in self.declared}, are_whole=are_whole)
+            else WholeTensors({spec.name: spec for spec in self.declared})
         )
         if self.destinations is None:
             return intake

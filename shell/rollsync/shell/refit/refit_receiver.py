@@ -197,10 +197,7 @@ class RefitReceiver:
                     update.start()
                     begun = (
                         version,
-                        reception.intake(
-                            in_parts=self._slot.comes_in_parts,
-                            are_whole=not engine.shard_expert_weights,
-                        ),
+                        reception.intake(in_parts=self._slot.comes_in_parts),
                     )
                 _, intake = begun
                 _load(update, intake, batch, tally)

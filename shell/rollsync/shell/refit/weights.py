@@ -86,15 +86,10 @@ class WeightChecker:
 
     Args:
         declared: weights by name; None when the policy declares nothing, and nothing is checked.
-        whole_tensors: False when a rank receives only its part of a tensor, whose shape is then
-            not the declared one.
     """
 
-    def __init__(
-        self, declared: Mapping[str, TensorSpec] | None, *, whole_tensors: bool = True
-    ) -> None:
+    def __init__(self, declared: Mapping[str, TensorSpec] | None) -> None:
         self._declared = declared or {}
-        self._whole_tensors = whole_tensors
         self._missing = dict.fromkeys(self._declared)
 
     def check(self, batch: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -118,7 +113,7 @@ class WeightChecker:
         self._missing.pop(name, None)
         sent = TensorSpec(
             name=name,
-            shape=tuple(tensor.shape) if self._whole_tensors else declared.shape,
+            shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
             aliases=declared.aliases,
         )

@@ -28,13 +28,14 @@ class CheckpointEngine(ABC):
     """Moves streams of weights from policy workers to rollout workers.
 
     Args:
-        bucket_size: bytes of one transfer buffer; a worker has two.
+        bucket_size: bytes of one transfer buffer; a worker has two. Given by keyword.
         engine_kwargs: the backend's own options.
     """
 
     shard_expert_weights: ClassVar[bool] = False
-    """Whether a rollout worker receives only the experts that it owns. Of the plug-in contract:
-    NeMo-RL asks for it, and nothing here does, which goes by `set_target_weight_layout`."""
+    """Of the plug-in contract: whether the rollout workers are to tell where their experts lie, and
+    the policy workers to send no others. NeMo-RL's workers do so; rollsync's refuse an engine that
+    sets it, as they go by `DeclaringEngine`."""
 
     @abstractmethod
     def __init__(self, bucket_size: int, **engine_kwargs: object) -> None: ...
@@ -45,8 +46,8 @@ class CheckpointEngine(ABC):
         may be reserved here, or in the process group, where it is known what this worker does."""
 
     def get_target_weight_layout(self) -> object:
-        """What part of each tensor a rollout worker keeps; None: all of every tensor. Of the
-        plug-in contract: NeMo-RL asks for it, and nothing here does."""
+        """What a rollout worker keeps of the experts; None: all of them. Of the plug-in contract:
+        NeMo-RL's policy workers ask for it, and rollsync's do not."""
         return None
 
     @abstractmethod

@@ -130,6 +130,14 @@ class EngineConformance:
                 rollouts.finalize()
                 rollouts.connect()
 
+    def test_release_after_refit_is_an_option(self) -> None:
+        """The synchronizer, whose it is, gives the engine all options."""
+        create_checkpoint_engine(
+            self.backend,
+            bucket_size_bytes=BUCKET_BYTES,
+            engine_kwargs={**self.engine_kwargs, "release_after_refit": True},
+        ).finalize()
+
     def test_world_sizes_that_do_not_fit_are_refused(self) -> None:
         """Fewer workers in the metadata than the world sizes say: an error, and no wait."""
         engine = self._engine()

@@ -39,7 +39,7 @@ def create_checkpoint_engine(
     if backend in BUILT_IN:
         _check_values(backend, engine_class, engine_kwargs)
     try:
-        engine = engine_class(bucket_size_bytes, **engine_kwargs)
+        engine = engine_class(bucket_size=bucket_size_bytes, **engine_kwargs)
     except TypeError as error:
         raise _refused(backend, error) from error
     return engine
@@ -57,7 +57,7 @@ def check_options(config: CheckpointEngineConfig) -> None:
     options = config.engine_kwargs.get(backend, {})
     engine_class = _engine_class(backend)
     try:
-        inspect.signature(engine_class).bind(0, **options)
+        inspect.signature(engine_class).bind(bucket_size=0, **options)
     except TypeError as error:
         raise _refused(backend, error) from error
     _check_values(backend, engine_class, options)
