@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import signal
+import subprocess
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import pytest
 from rich.console import Console
 
 from rollsync.shell.cli.demo import tell
 from rollsync.shell.config import ConfigError, read_config
 from rollsync.shell.demo.preparation import prepare
-from rollsync.shell.demo.story import KillMoment, step_to_kill_in
+from rollsync.shell.demo.story import KillMoment, running_child, step_to_kill_in
 from rollsync.shell.journal import (
     JournalEntry,
     PromptDropped,
@@ -110,6 +113,33 @@ def test_the_live_table_shows_steps_and_figures() -> None:
 def test_an_existing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists already"):
         prepare(tmp_path, "torch")
+
+
+def test_a_ctrl_c_while_a_run_is_started_leaves_no_run_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        """The Ctrl-C comes when the process is there, and nobody knows it yet."""
+
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(["sleep", "600"], start_new_session=True)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            running_child(tmp_path / "run.yaml", tmp_path / "log"),
+        ):
+            raise AssertionError("the interrupt was lost")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert not psutil.pid_exists(started[0])
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def tell(console: Console, directory: Path, generation: Literal["vllm", "torch"]
     steps = config.grpo.max_steps
     console.print(f"2. A run of {steps} steps, until it is killed inside one")
     with (
-        story.RunningChild(config_file, directory / "first-run.log") as child,
+        story.running_child(config_file, directory / "first-run.log") as child,
         RunDisplay(console, title="first run") as display,
     ):
         moment = story.KillMoment(from_step=max(2, steps // 3), latest_step=steps - 2)
@@ -66,7 +66,7 @@ def tell(console: Console, directory: Path, generation: Literal["vllm", "torch"]
         console.print(f"   {line}", highlight=False, soft_wrap=True)
     console.print("4. The same command again: it resumes, and finishes")
     with (
-        story.RunningChild(config_file, directory / "second-run.log") as child,
+        story.running_child(config_file, directory / "second-run.log") as child,
         RunDisplay(console, title="second run") as display,
     ):
         story.run_to_the_end(child, follower, display.show)

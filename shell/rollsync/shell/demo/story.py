@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 from msgspec import Struct
@@ -63,37 +62,62 @@ def step_to_kill_in(moment: KillMoment, seen: list[JournalEntry]) -> int | None:
     return step if snapshot or step >= moment.latest_step else None
 
 
-class RunningChild:
-    """`rollsync run` as a child process, which does not outlive a `with` over it.
+@contextlib.contextmanager
+def running_child(config_file: Path, log: Path) -> Iterator[RunningChild]:
+    """`rollsync run` of a file as a child process, which does not outlive the `with`.
 
     Args:
         config_file: what it runs.
         log: where its output goes.
     """
-
-    def __init__(self, config_file: Path, log: Path) -> None:
-        self._log = log
+    with contextlib.ExitStack() as starting:
+        # In the middle of its start, a child would be left behind by a Ctrl-C, known to nobody.
+        starting.enter_context(_interrupt_held_back())
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "rollsync.shell.cli", "run", str(config_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        child = RunningChild(process, log)
+        try:
+            starting.close()
+            yield child
+        finally:
+            # It is in a session of its own, where no Ctrl-C reaches it.
+            if child.is_running():
+                child.kill()
 
-    def __enter__(self) -> RunningChild:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # It is in a session of its own, where no Ctrl-C reaches it.
-        if self.is_running():
-            self.kill()
+@contextlib.contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """A Ctrl-C meanwhile takes effect at the end."""
+    handler = signal.getsignal(signal.SIGINT)
+    held_back: list[int] = []
+    if callable(handler):
+        signal.signal(signal.SIGINT, lambda number, frame: held_back.append(number))
+    try:
+        yield
+    finally:
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+    if held_back:
+        signal.raise_signal(signal.SIGINT)
+
+
+class RunningChild:
+    """What `running_child` has started.
+
+    Args:
+        process: the child, which leads a process group.
+        log: where its output goes.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process = process
+        self._log = log
 
     @property
     def pid(self) -> int:
