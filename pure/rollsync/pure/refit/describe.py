@@ -22,67 +22,19 @@ _RANKS_COME_FROM: Mapping[e.Side, str] = {
 
 def describe(error: e.RefitErrorValue) -> str:
     """One or two sentences for a person."""
-    match error:
-        case (
-            e.BucketSizeUnaligned()
-            | e.TensorNamedTwice()
-            | e.UnknownDtype()
-            | e.NegativeDimension()
-        ):
-            return _plan(error)
-        case (
-            e.PlanRulesDiffer()
-            | e.BucketSizesDiffer()
-            | e.StreamLengthsDiffer()
-            | e.TensorsDiffer()
-            | e.SentOtherThanDeclared()
-        ):
-            return _agreement(error)
-        case (
-            e.RatioNotANumber()
-            | e.RatioOutOfRange()
-            | e.TimeoutRefused()
-            | e.NoMemoryReported()
-            | e.MemoryNotPositive()
-            | e.MemoryNotANumber()
-            | e.BucketTooSmall()
-        ):
-            return _settings(error)
-        case (
-            e.RankNotAnInteger()
-            | e.RankMissing()
-            | e.RankRepeated()
-            | e.RankGap()
-            | e.GroupSizesDiffer()
-            | e.WorldSizeDiffers()
-            | e.RankBeyondWorld()
-            | e.EmptyWorld()
-            | e.SitesIncomplete()
-            | e.EnginesUneven()
-        ):
-            return _workers(error)
-        case (
-            e.UnknownTensor()
-            | e.PartOutOfBounds()
-            | e.PartsOverlap()
-            | e.TensorNotCovered()
-            | e.TooManyLayouts()
-            | e.OtherPartsRead()
-        ):
-            return _layout(error)
-        case (
-            e.WorldNotDivisible()
-            | e.SizeNotPositive()
-            | e.ExpertGroupsUneven()
-            | e.DimensionNotDivisible()
-            | e.TooFewLayers()
-            | e.UnknownArchitecture()
-            | e.ConfigMalformed()
-            | e.HeaderMalformed()
-        ):
-            return _model(error)
-        case _:
-            return _lifecycle(error)
+    if isinstance(error, e.PlanError):
+        return _plan(error)
+    if isinstance(error, e.PlanDifference | e.SentOtherThanDeclared):
+        return _agreement(error)
+    if isinstance(error, e.RatioError | e.TimeoutRefused | e.BucketSizeError):
+        return _settings(error)
+    if isinstance(error, e.MetadataError | e.RankBeyondWorld | e.RouteError):
+        return _workers(error)
+    if isinstance(error, e.LayoutError | e.TooManyLayouts | e.OtherPartsRead):
+        return _layout(error)
+    if isinstance(error, e.ParallelError | e.ShapesError):
+        return _model(error)
+    return _lifecycle(error)
 
 
 def _plan(error: e.PlanError) -> str:

@@ -1,30 +1,24 @@
 """One end of a stream's control connection: whole, authenticated messages over a socket.
 
-Rules kept here: a frame's length is checked before anything is allocated for it; its code is
-checked before it is decoded; every wait for an answer that the other end owes has a deadline; and
-an ended connection is noticed at once.
+Each message is an envelope of kind `refit.control` in a frame of `frames`.
+
+Rules kept here: every wait for an answer that the other end owes has a deadline; and an ended
+connection is noticed at once.
 What an admitted peer says is looked for without a pause for a moment before it is waited for:
 waking a sleeping process takes longer than most answers do.
-
-A frame is length (4 bytes, big endian), code (16 bytes, keyed BLAKE2b over the frame's number, the
-sender's side and the message), and the message, an envelope of kind `refit.control`. The key is
-made from the run's secret and both ends' nonces, so that no frame of another stream fits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import os
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 from returns.pipeline import is_successful
 
@@ -38,29 +32,14 @@ from rollsync.shell.refit.engines.errors import (
     TransferError,
     TransferTimeout,
 )
+from rollsync.shell.refit.engines.frames import BrokenFrame, Frames, Side
 
-Side = Literal["sender", "receiver"]
-
-NONCE_BYTES = 16
-FAREWELL_S = 1.0
+FAREWELL_S: Final = 1.0
 """How long telling the other end of a failure may take: it may be the one that is stuck."""
-_CODE_BYTES = 16
-_LENGTH = struct.Struct(">I")
-_NUMBER = struct.Struct(">Q")
-_HEAD_BYTES = _LENGTH.size + _CODE_BYTES
 _READ_BYTES: Final = 1 << 16
-_Error = TypeVar("_Error", bound=TransferError)
 _SPIN_S: Final = 0.001
 """How long a peer's answer is looked for without giving the event loop back."""
-GREETING_LIMIT_BYTES = 4096
-"""Longest frame of a peer that has proved nothing yet."""
-FRAME_LIMIT_BYTES = 256 * 1024 * 1024
-"""Longest frame of an authenticated peer: the announcement of a bucket of very small tensors."""
-
-
-def proof(secret: bytes, side: Side, *nonces: bytes) -> bytes:
-    """What shows that `side` knows the secret, for these nonces only."""
-    return hmac.new(secret, b"|".join((side.encode(), *nonces)), hashlib.sha256).digest()
+_Error = TypeVar("_Error", bound=TransferError)
 
 
 class ControlChannel:
@@ -88,15 +67,10 @@ class ControlChannel:
     ) -> None:
         self.connection = connection
         self.peer = peer
-        self._side = side
         self.worker = worker
         self.timeout_s = timeout_s
         self.on_host = on_host
-        self._key = b""
-        self._sent = 0
-        self._received = 0
-        self._limit = GREETING_LIMIT_BYTES
-        self._unread = bytearray()
+        self._frames = Frames(side)
         self._aside: type[ControlBody] | None = None
         self._set_aside: deque[tuple[ControlBody, bytes]] = deque()
         self._others: deque[tuple[ControlBody, bytes]] = deque()
@@ -128,14 +102,12 @@ class ControlChannel:
         self._between_looks = between
 
     def authenticate(self, secret: bytes, *nonces: bytes) -> None:
-        """From here on frames carry codes of this stream, and may be long."""
-        self._key = hashlib.blake2b(b"|".join(nonces), key=secret, digest_size=32).digest()
-        self._limit = FRAME_LIMIT_BYTES
+        """The other end has proved itself; from here on messages carry codes of this stream."""
+        self._frames.authenticate(secret, *nonces)
 
     def continue_from(self, earlier: ControlChannel) -> None:
         """Go on where `earlier` was, over the same connection."""
-        self._sent, self._received = earlier._sent, earlier._received
-        self._unread = earlier._unread
+        self._frames.continue_from(earlier._frames)
 
     def expect(self, expects: bool) -> None:
         """Whether the other end owes an answer from now on; if not, it may take any time."""
@@ -153,10 +125,7 @@ class ControlChannel:
     async def send(self, body: ControlBody) -> bytes:
         """Send one message; the bytes of the message."""
         message = CONTROL_MESSAGE.encode(ControlMessage(body=body))
-        other: Side = "receiver" if self._side == "sender" else "sender"
-        code = self._code(self._side, self._sent, message)
-        self._sent += 1
-        frame = _LENGTH.pack(len(message)) + code + message
+        frame = self._frames.seal(message)
         try:
             taken = self._send_now(frame)
             if taken < len(frame):
@@ -164,7 +133,7 @@ class ControlChannel:
                 async with asyncio.timeout(self.timeout_s):
                     await loop.sock_sendall(self.connection, memoryview(frame)[taken:])
         except TimeoutError as error:
-            raise self._timeout(f"the {other} took no message") from error
+            raise self._timeout(f"the {self._frames.other} took no message") from error
         except OSError as error:
             # What the other end said before it went is worth more than that it went.
             await self._last_words()
@@ -227,12 +196,16 @@ class ControlChannel:
         if self._interruption is not None:
             raise self._interruption
         try:
-            frame = self._frame() or self._look() or await self._waited_for()
+            message = self._opened()
+            if message is None:
+                message = self._look()
+            if message is None:
+                message = await self._waited_for()
         except TimeoutError as error:
             raise self._timeout(f"{self.peer} said nothing") from error
         except OSError as error:
             raise self.lost() from error
-        return self._opened(*frame)
+        return self._decoded(message)
 
     def receive_now(self) -> tuple[ControlBody, bytes] | None:
         """What `receive` gives, if it has come already.
@@ -243,19 +216,15 @@ class ControlChannel:
         if self._interruption is not None:
             raise self._interruption
         try:
-            frame = self._frame()
-            if frame is None and self._read_now():
-                frame = self._frame()
+            message = self._opened()
+            if message is None and self._read_now():
+                message = self._opened()
         except OSError as error:
             raise self.lost() from error
-        return None if frame is None else self._opened(*frame)
+        return None if message is None else self._decoded(message)
 
-    def _opened(self, code: bytes, message: bytes) -> tuple[ControlBody, bytes]:
-        """The message of a frame, checked."""
-        other: Side = "receiver" if self._side == "sender" else "sender"
-        if not hmac.compare_digest(code, self._code(other, self._received, message)):
-            raise self.refused("a frame with a wrong code")
-        self._received += 1
+    def _decoded(self, message: bytes) -> tuple[ControlBody, bytes]:
+        """What the bytes of a message say."""
         decoded = CONTROL_MESSAGE.decode(message)
         if not is_successful(decoded):
             raise self.refused(describe(decoded.failure()))
@@ -273,7 +242,7 @@ class ControlChannel:
         interrupted."""
         if self._interruption is not None:
             return True
-        if self._unread:
+        if self._frames.has_unread:
             return False
         try:
             return not self.connection.recv(1, socket.MSG_PEEK)
@@ -303,33 +272,33 @@ class ControlChannel:
         except BlockingIOError:
             return 0
 
-    def _look(self) -> tuple[bytes, bytes] | None:
-        """The next frame, if it comes soon. A stranger is not worth the event loop's time."""
+    def _look(self) -> bytes | None:
+        """The next message, if it comes soon. A stranger is not worth the event loop's time."""
         between = self._between_looks
-        if not self._key or between is None:
+        if not self._frames.is_authenticated or between is None:
             return None
         end = time.monotonic() + _SPIN_S
         while True:
-            if self._read_now() and (frame := self._frame()) is not None:
-                return frame
+            if self._read_now() and (message := self._opened()) is not None:
+                return message
             if time.monotonic() > end:
                 return None
             between()
 
-    async def _waited_for(self) -> tuple[bytes, bytes]:
+    async def _waited_for(self) -> bytes:
         try:
             async with asyncio.timeout(self.timeout_s if self._expects else None) as deadline:
                 self._deadline = deadline
-                while (frame := self._frame()) is None:
+                while (message := self._opened()) is None:
                     if not self._read_now():
                         await self._readable()
-                return frame
+                return message
         except TimeoutError:
             # What came while this process was busy is not late.
-            while (frame := self._frame()) is None:
+            while (message := self._opened()) is None:
                 if not self._read_now():
                     raise
-            return frame
+            return message
         finally:
             self._deadline = None
 
@@ -353,37 +322,20 @@ class ControlChannel:
     def _read_now(self) -> bool:
         """Take what has come; whether anything has."""
         try:
-            self._take(self.connection.recv(_READ_BYTES))
+            part = self.connection.recv(_READ_BYTES)
         except BlockingIOError:
             return False
-        return True
-
-    def _take(self, part: bytes) -> None:
         if not part:
             raise ConnectionResetError
-        self._unread += part
+        self._frames.take(part)
+        return True
 
-    def _frame(self) -> tuple[bytes, bytes] | None:
-        """The code and the message of the next frame, if all of it has been read."""
-        unread = self._unread
-        if len(unread) < _HEAD_BYTES:
-            return None
-        (length,) = _LENGTH.unpack_from(unread)
-        if length > self._limit:
-            raise self.refused(f"a frame of {length} bytes is too long")
-        end = _HEAD_BYTES + length
-        if len(unread) < end:
-            return None
-        code, message = bytes(unread[_LENGTH.size : _HEAD_BYTES]), bytes(unread[_HEAD_BYTES:end])
-        del unread[:end]
-        return code, message
-
-    def _code(self, side: Side, number: int, message: bytes) -> bytes:
-        keyed = hashlib.blake2b(key=self._key, digest_size=_CODE_BYTES)
-        keyed.update(side.encode())
-        keyed.update(_NUMBER.pack(number))
-        keyed.update(message)
-        return keyed.digest()
+    def _opened(self) -> bytes | None:
+        """The next message, if all of it has been read."""
+        try:
+            return self._frames.open_next()
+        except BrokenFrame as broken:
+            raise self.refused(str(broken)) from broken
 
     def _timeout(self, what: str) -> TransferTimeout:
         error = self.error(

@@ -26,8 +26,9 @@ from rollsync.pure.refit.control import (
 from rollsync.pure.refit.ring import Ring
 from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import connect
-from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
+from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused
+from rollsync.shell.refit.engines.frames import NONCE_BYTES, proof
 from rollsync.shell.refit.engines.media import SenderMemory
 
 

@@ -18,8 +18,9 @@ from rollsync.pure.refit import PolicyWorker, RolloutWorker
 from rollsync.pure.refit.control import Challenge, Failed, Hello, Welcome
 from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener
-from rollsync.shell.refit.engines.channel import NONCE_BYTES, ControlChannel, proof
+from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, TransferError, TransferTimeout
+from rollsync.shell.refit.engines.frames import NONCE_BYTES, proof
 from rollsync.shell.refit.engines.lifelines import HeldLifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
 from rollsync.shell.refit.errors import RefitConfigurationError
