@@ -27,6 +27,7 @@ from tests.crash.scenario import (
     open_store,
     perform,
 )
+from tests.processes import in_processes
 
 _CALLS_OF_A_SAVE = 150
 """Roughly: where in a save an accident happens is drawn from twice as many."""
@@ -125,7 +126,7 @@ def test_a_resume_finds_the_last_save_after_any_history() -> None:
 
 @pytest.mark.slow
 def test_a_resume_finds_the_last_save_after_many_histories() -> None:
-    accidents = sum(run_history(seed) for seed in range(1000, 1800))
+    accidents = sum(in_processes(run_history, range(1000, 1800)))
     print(f"800 histories with {accidents} accidents")
     assert accidents > 3000
 

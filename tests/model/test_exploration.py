@@ -24,6 +24,7 @@ from rollsync.pure.rollout import (
 from tests.model.essence import essence
 from tests.model.explore import Report, explore
 from tests.model.world import Config
+from tests.processes import in_processes
 
 SAMPLERS: tuple[BuiltInSampler, ...] = (
     WindowedSampler(),
@@ -149,7 +150,8 @@ def test_leaving_out_what_cannot_matter_hides_nothing(sampler: BuiltInSampler) -
 def test_three_prompts_with_two_siblings() -> None:
     # The slack lets the windowed policy oversample, so that groups grow too old; the others never
     # use it.
-    reports = [explored(Config(sampler=sampler, slack=1)) for sampler in SAMPLERS]
+    worlds = [Config(sampler=sampler, slack=1) for sampler in SAMPLERS]
+    reports = in_processes(explored, worlds)
     total = sum(report.states for report in reports)
     print(f"{total} distinct states in all")
     assert total >= 200_000
