@@ -1,10 +1,14 @@
-"""Where the actors of a Ray cluster are, for who wants to kill them."""
+"""The actors of a Ray cluster, for who wants to kill them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
+from typing import Any
 
 import psutil
+import ray
+from ray.exceptions import RayActorError
 
 QUEUE_STORAGE = ("SimpleStorageUnit", "RayObjectRefStorage")
 QUEUE_CONTROLLER = ("TransferQueueController",)
@@ -22,3 +26,11 @@ def actor_processes(root: int, classes: Collection[str]) -> list[int]:
         for pid in sorted(started & titles.keys())
         if titles[pid][0].removeprefix("ray::").partition(".")[0] in classes
     ]
+
+
+def kill_actor(actor: Any) -> None:
+    """Kill an actor, and wait until Ray knows that it is dead: the kill itself is only ordered."""
+    ray.kill(actor)
+    with contextlib.suppress(RayActorError):
+        while True:
+            ray.get(actor.__ray_ready__.remote())

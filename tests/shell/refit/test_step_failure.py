@@ -1,6 +1,5 @@
 """How a step that fails ends on real actors: who is named and blamed, and that nothing hangs."""
 
-import contextlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from rollsync.shell.refit import step_waiting
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost, TransferTimeout
 from rollsync.shell.refit.errors import EngineStepFailed, WorkerGone, WorkerUnresponsive
 from rollsync.shell.refit.step_failure import WorkerAnswers
+from tests.shell.actor_processes import kill_actor
 from tests.shell.refit.scripted_workers import (
     FINALIZE,
     SEND,
@@ -151,20 +151,12 @@ def test_a_sync_is_torn_down_for_its_own_failure_and_not_for_that_of_an_earlier_
     assert sync._checkpoint_engine_ready == (not torn_down)
 
 
-def kill(actor: Any) -> None:
-    """And wait until it is dead."""
-    ray.kill(actor)
-    with contextlib.suppress(RayActorError):
-        while True:
-            ray.get(actor.asked.remote())
-
-
 @pytest.mark.usefixtures("cluster")
 def test_a_killed_engine_is_named_and_a_shutdown_finalizes_those_that_live() -> None:
     (policy,), engines = scripted_workers(1), scripted_workers(2, engines=True)
     sync = scripted_sync([policy], engines, timeout_s=60.0)
     sync.init_communicator()
-    kill(engines[1])
+    kill_actor(engines[1])
     with pytest.raises(WorkerGone, match=r"^engine 1 \(rollout worker 1\) is gone: ") as raised:
         sync.sync_weights()
     assert isinstance(raised.value, RayActorError)
@@ -181,7 +173,7 @@ def test_a_killed_engine_is_named_and_a_shutdown_finalizes_those_that_live() -> 
     left = scripted_sync([policy], engines[:1], timeout_s=60.0)
     left.reconnect()
     end(engines[0], FINALIZE, OSError("it cannot let go"))
-    kill(policy)
+    kill_actor(policy)
     with pytest.raises(OSError, match="it cannot let go"):
         left.shutdown()
     with pytest.raises(WorkerGone, match=r"^policy worker 0 is gone"):

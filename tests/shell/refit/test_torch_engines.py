@@ -28,6 +28,7 @@ from rollsync.shell.refit.errors import (
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
+from tests.shell.actor_processes import kill_actor
 from tests.shell.conftest import ENVIRONMENT
 from tests.shell.refit.overwriting_engine import OVERWRITING
 from tests.shell.refit.reference import SEED, reference_answer
@@ -167,7 +168,7 @@ def test_engines_on_other_hosts_relay_to_each_other(actors: Actors, tmp_path: Pa
         assert (report.tensors, report.rollout_workers) == (WEIGHTS, 3)
         for _ in range(3):
             assert ask(generation) == reference_answer(saved, PROMPT, GREEDY, version)
-    ray.kill(engines[0])
+    kill_actor(engines[0])
     with pytest.raises(WorkerGone):
         sync.sync_weights()
     left = GenerationGroup(engines[1:])
