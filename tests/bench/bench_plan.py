@@ -15,7 +15,7 @@ from rollsync.pure.refit import (
     plan_buckets,
     plan_digest,
 )
-from rollsync.pure.refit.model_shapes import kv_heads_of, model_tensors
+from rollsync.pure.refit.model_shapes import attention_of, model_tensors
 from rollsync.pure.refit.parallel import Parallelism, Shards, plan_shards
 from tests.bench.measure import machine, medians_s, write_results
 from tests.pure.refit.published_models import QWEN3_235B_A22B
@@ -38,8 +38,8 @@ def plan_all(bucket_bytes: int) -> BucketPlan:
 def shard_published() -> Shards:
     """The layouts of 16 ranks that share the experts."""
     parallelism = Parallelism(rollout_world_size=16, tensor_parallel=4, expert_parallel=16)
-    kv_heads = kv_heads_of(QWEN3_235B_A22B.config)
-    return plan_shards(PUBLISHED, parallelism, kv_heads=kv_heads).unwrap()
+    attention = attention_of(QWEN3_235B_A22B.config)
+    return plan_shards(PUBLISHED, parallelism, attention).unwrap()
 
 
 def measure() -> dict[str, object]:

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from rollsync.pure.refit import TensorSpec
-from rollsync.pure.refit.cuts import Cut, cut_of, slices
-from rollsync.pure.refit.errors import DimensionNotDivisible
+from rollsync.pure.refit.cuts import Attention, Cut, cut_of, cutting_of, slices
+from rollsync.pure.refit.errors import DimensionNotDivisible, TooFewExperts
 from rollsync.pure.refit.layout import Box, check_coverage, plan_parts, slice_of, whole
 from rollsync.pure.refit.parallel import Parallelism, experts_of, plan_shards
 from tests.pure.refit.test_layout import elements_of
@@ -31,7 +31,7 @@ def kept(
     specs: list[TensorSpec], parallelism: Parallelism, kv_heads: int | None = None
 ) -> list[dict[str, list[Box]]]:
     """By rank and source tensor, what a rank is sent."""
-    shards = plan_shards(specs, parallelism, kv_heads=kv_heads).unwrap()
+    shards = plan_shards(specs, parallelism, Attention(kv_heads=kv_heads)).unwrap()
     layouts = [shards.layouts[shard] for shard in shards.shard_of_rank]
     assert check_coverage(specs, layouts) is None
     ranks: list[dict[str, list[Box]]] = []
@@ -41,6 +41,13 @@ def kept(
             own[part.source].append(part.box)
         ranks.append(own)
     return ranks
+
+
+def sliced(
+    spec: TensorSpec, model: dict[str, TensorSpec], rank: int
+) -> tuple[Box, ...] | DimensionNotDivisible:
+    """What one of two ranks keeps."""
+    return slices(spec, cutting_of(spec, model, Attention()), 2, rank)
 
 
 def holders(ranks: list[dict[str, list[Box]]], spec: TensorSpec) -> set[int]:
@@ -62,14 +69,17 @@ def test_every_element_of_fused_experts_is_kept_by_one_rank(ranks: int, turned: 
         whole_experts = Parallelism(
             rollout_world_size=ranks, tensor_parallel=ranks, expert_parallel=ranks
         )
-        for parallelism in (sliced, whole_experts):
+        for parallelism in (sliced, whole_experts) if experts >= ranks else (sliced,):
             sent = kept(specs, parallelism)
             assert all(holders(sent, spec) == {1} for spec in specs)
+        if experts < ranks:
+            refused = plan_shards(specs, whole_experts, Attention()).failure()
+            assert refused == TooFewExperts(experts=experts, expert_parallel=ranks)
+            continue
         for rank, own in enumerate(kept(specs, whole_experts)):
             # Where there is one rank it slices, and keeps all.
             held = experts_of(rank, ranks, experts)
-            parts = [slice_of(specs[0], 0, held.start, len(held))] if held else []
-            assert own[specs[0].name] == parts
+            assert own[specs[0].name] == [slice_of(specs[0], 0, held.start, len(held))]
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -91,7 +101,7 @@ def test_experts_whose_way_around_cannot_be_told_are_kept_whole() -> None:
     for specs in ([into], [out], [into, strange], [into, flat]):
         for spec in specs:
             by_name = {each.name: each for each in specs}
-            assert slices(spec, by_name, 2, 1, None) == (whole(spec),)
+            assert sliced(spec, by_name, 1) == (whole(spec),)
 
 
 def test_biases_of_fused_experts_are_kept_with_their_experts() -> None:
@@ -142,7 +152,7 @@ def test_fused_heads_without_their_output_are_kept_whole() -> None:
         output = TensorSpec(f"{ATTENTION}.o_proj.weight", (4, columns), "int8")
         beside = [output] if columns else []
         by_name = {each.name: each for each in (fused, *beside)}
-        assert slices(fused, by_name, 2, 0, None) == (whole(fused),)
+        assert sliced(fused, by_name, 0) == (whole(fused),)
 
 
 def test_halves_and_heads_that_do_not_divide_are_refused() -> None:
@@ -151,13 +161,13 @@ def test_halves_and_heads_that_do_not_divide_are_refused() -> None:
     fused = TensorSpec(f"{ATTENTION}.qkv_proj.weight", (10, 4), "int8")
     output = TensorSpec(f"{ATTENTION}.o_proj.weight", (4, 4), "int8")
     model = {each.name: each for each in (into, out, odd, fused, output)}
-    assert slices(into, model, 2, 0, None) == DimensionNotDivisible(
+    assert sliced(into, model, 0) == DimensionNotDivisible(
         tensor=into.name, dimension=1, size=6, parts=4
     )
-    assert slices(odd, model, 2, 0, None) == DimensionNotDivisible(
+    assert sliced(odd, model, 0) == DimensionNotDivisible(
         tensor=odd.name, dimension=0, size=7, parts=4
     )
-    assert slices(fused, model, 2, 0, None) == DimensionNotDivisible(
+    assert sliced(fused, model, 0) == DimensionNotDivisible(
         tensor=fused.name, dimension=0, size=10, parts=2
     )
 

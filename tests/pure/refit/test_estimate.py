@@ -8,7 +8,7 @@ from rollsync.pure.refit import MEBIBYTE, Sites, TensorSpec, plan_routes
 from rollsync.pure.refit.errors import TensorNamedTwice, TensorNotCovered, UnknownTensor
 from rollsync.pure.refit.estimate import LargestTensor, Links, RefitEstimate, estimate_refit
 from rollsync.pure.refit.layout import Part, whole
-from rollsync.pure.refit.model_shapes import kv_heads_of, model_tensors
+from rollsync.pure.refit.model_shapes import attention_of, model_tensors
 from rollsync.pure.refit.parallel import Parallelism, Shards, plan_shards, whole_model
 from tests.pure.refit.published_models import LLAMA_3_1_70B, QWEN3_235B_A22B, PublishedModel
 
@@ -64,10 +64,13 @@ def test_a_relay_is_one_bucket_behind_whom_it_relays() -> None:
     assert estimate.seconds < slower.seconds
 
 
-def test_idle_policy_workers_are_named_and_hold_buckets() -> None:
+def test_buckets_are_held_by_who_sends_and_who_reads_from_afar() -> None:
     estimate = estimated(3, Sites(policy_hosts=("p",) * 3, rollout_hosts=("r",)))
     assert estimate.idle_policy_ranks == (1, 2)
-    assert estimate.reserved_bytes == 4 * 1024
+    assert estimate.reserved_bytes == 2 * 1024
+    on_its_host = estimated(1, Sites(policy_hosts=("p",), rollout_hosts=("p", "p", "r", "r")))
+    assert [route.engine for route in on_its_host.routes] == ["shm", "shm", "nixl", "shm"]
+    assert on_its_host.reserved_bytes == 2 * 1024
 
 
 def test_a_model_without_tensors() -> None:
@@ -124,7 +127,7 @@ def test_published_models_are_sent_once_to_every_engine(
     model: PublishedModel, parallelism: Parallelism
 ) -> None:
     specs = model_tensors(model.config).unwrap()
-    shards = plan_shards(specs, parallelism, kv_heads=kv_heads_of(model.config)).unwrap()
+    shards = plan_shards(specs, parallelism, attention_of(model.config)).unwrap()
     world = parallelism.rollout_world_size
     sites = Sites(
         policy_hosts=tuple(f"p{r // 8}" for r in range(8)),

@@ -10,7 +10,7 @@ import pytest
 from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.fused_experts import fuse_experts
 from rollsync.pure.refit.kept import kept_bytes
-from rollsync.pure.refit.model_shapes import kv_heads_of, model_tensors
+from rollsync.pure.refit.model_shapes import attention_of, model_tensors
 from rollsync.pure.refit.parallel import Parallelism, plan_shards
 from tests.pure.refit.published_models import (
     DEEPSEEK_V3,
@@ -31,9 +31,7 @@ def test_no_element_is_lost_and_a_rank_keeps_as_many_bytes(model: PublishedModel
         kept = [
             [
                 kept_bytes(each, layout)
-                for layout in plan_shards(each, engine, kv_heads=kv_heads_of(config))
-                .unwrap()
-                .layouts
+                for layout in plan_shards(each, engine, attention_of(config)).unwrap().layouts
             ]
             for each in (specs, fused)
         ]

@@ -8,13 +8,15 @@ import msgspec
 import pytest
 
 from rollsync.pure.refit import TensorSpec, describe, plan_buckets
-from rollsync.pure.refit.errors import ConfigMalformed, UnknownArchitecture
+from rollsync.pure.refit.cuts import Attention
+from rollsync.pure.refit.errors import BeyondPlanning, ConfigMalformed, UnknownArchitecture
 from rollsync.pure.refit.model_shapes import (
     ARCHITECTURES,
     HuggingFaceConfig,
-    kv_heads_of,
+    attention_of,
     model_tensors,
 )
+from rollsync.pure.refit.plan_limits import MOST
 from tests.pure.refit.published_models import (
     DEEPSEEK_V3,
     LLAMA_3_1_70B,
@@ -114,11 +116,40 @@ def test_latent_attention_with_one_query_projection() -> None:
     assert not any("q_a" in name or "q_b" in name for name in tensors)
 
 
-def test_key_and_value_heads() -> None:
-    assert kv_heads_of(LLAMA_3_1_70B.config) == 8
-    assert kv_heads_of(DEEPSEEK_V3.config) is None
+def test_what_the_tensors_do_not_tell_of_attention() -> None:
+    assert attention_of(LLAMA_3_1_70B.config) == Attention(heads=64, kv_heads=8)
+    assert attention_of(DEEPSEEK_V3.config) == Attention(heads=128)
     every_head = msgspec.structs.replace(LLAMA_3_1_70B.config, num_key_value_heads=None)
-    assert kv_heads_of(every_head) == 64
+    assert attention_of(every_head) == Attention(heads=64, kv_heads=64)
+    reordered = msgspec.structs.replace(LLAMA_3_1_70B.config, model_type="llama4_text")
+    assert attention_of(reordered) == Attention(heads=64, kv_heads=8, reorders_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "mentioned"),
+    [
+        ({"num_attention_heads": 8193}, ("hidden_size", "num_attention_heads", "head_dim")),
+        ({"num_key_value_heads": 7}, ("num_key_value_heads", "num_attention_heads")),
+        ({"num_key_value_heads": 65}, ("num_key_value_heads", "num_attention_heads")),
+    ],
+)
+def test_heads_that_no_layer_has_are_refused(
+    fields: dict[str, int], mentioned: tuple[str, ...]
+) -> None:
+    config = msgspec.structs.replace(LLAMA_3_1_70B.config, **fields)
+    error = model_tensors(config).failure()
+    assert isinstance(error, ConfigMalformed)
+    assert all(each in error.why for each in mentioned)
+
+
+def test_more_tensors_than_a_plan_is_made_for_are_not_made() -> None:
+    config = msgspec.structs.replace(
+        QWEN3_235B_A22B.config, num_hidden_layers=10_000, num_experts=100_000
+    )
+    error = model_tensors(config).failure()
+    assert isinstance(error, BeyondPlanning)
+    assert (error.what, error.most) == ("tensors", MOST["tensors"])
+    assert error.size > 10_000 * 100_000 * 3
 
 
 def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:

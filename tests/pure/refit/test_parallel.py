@@ -9,16 +9,17 @@ import msgspec
 import pytest
 
 from rollsync.pure.refit import TensorSpec, describe
-from rollsync.pure.refit.cuts import Cut, cut_of
+from rollsync.pure.refit.cuts import Attention, Cut, cut_of
 from rollsync.pure.refit.errors import (
     DimensionNotDivisible,
     ExpertGroupsUneven,
     SizeNotPositive,
+    TooFewExperts,
     TooFewLayers,
     WorldNotDivisible,
 )
 from rollsync.pure.refit.layout import Box, Part, check_coverage, plan_parts
-from rollsync.pure.refit.model_shapes import HuggingFaceConfig, kv_heads_of, model_tensors
+from rollsync.pure.refit.model_shapes import HuggingFaceConfig, attention_of, model_tensors
 from rollsync.pure.refit.parallel import (
     Parallelism,
     Shards,
@@ -46,7 +47,7 @@ EXPERTS = msgspec.structs.replace(
 
 def shards_of(config: HuggingFaceConfig, parallelism: Parallelism) -> Shards:
     specs = model_tensors(config).unwrap()
-    return plan_shards(specs, parallelism, kv_heads=kv_heads_of(config)).unwrap()
+    return plan_shards(specs, parallelism, attention_of(config)).unwrap()
 
 
 def parts_by_name(layout: tuple[Part, ...]) -> dict[str, Box]:
@@ -71,6 +72,11 @@ def test_every_layout_is_a_partition(
             pipeline_parallel=pipeline,
             expert_parallel=expert,
         )
+        experts = config.num_experts or 0
+        if expert > max(1, experts):
+            refused = plan_shards(specs, parallelism, attention_of(config)).failure()
+            assert refused == TooFewExperts(experts=experts, expert_parallel=expert)
+            continue
         shards = shards_of(config, parallelism)
         assert len(shards.shard_of_rank) == world
         assert set(shards.shard_of_rank) == set(range(len(shards.layouts)))
@@ -121,7 +127,7 @@ def test_the_vocabulary_is_cut_with_its_padding_and_sent_without() -> None:
 def test_two_projections_in_one_tensor_are_cut_each() -> None:
     spec = TensorSpec("model.layers.0.mlp.gate_up_proj.weight", (24, 5), "bfloat16")
     layouts = (
-        plan_shards([spec], Parallelism(rollout_world_size=3, tensor_parallel=3), kv_heads=None)
+        plan_shards([spec], Parallelism(rollout_world_size=3, tensor_parallel=3), Attention())
         .unwrap()
         .layouts
     )
@@ -132,9 +138,7 @@ def test_two_projections_in_one_tensor_are_cut_each() -> None:
     assert check_coverage([spec], layouts) is None
     kept = [plan_parts([spec], layout, rank=0).unwrap() for layout in layouts]
     assert sum(part.box.elements for parts in kept for part in parts) == 24 * 5
-    refused = plan_shards(
-        [spec], Parallelism(rollout_world_size=5, tensor_parallel=5), kv_heads=None
-    )
+    refused = plan_shards([spec], Parallelism(rollout_world_size=5, tensor_parallel=5), Attention())
     assert refused.failure() == DimensionNotDivisible(
         tensor=spec.name, dimension=0, size=24, parts=10
     )
@@ -282,7 +286,7 @@ def test_the_name_of_a_tensor_says_how_it_is_cut(name: str, cut: Cut | None) -> 
 )
 def test_sizes_that_do_not_fit_are_refused(parallelism: Parallelism, error: object) -> None:
     specs = model_tensors(DENSE).unwrap()
-    refusal = plan_shards(specs, parallelism, kv_heads=2).failure()
+    refusal = plan_shards(specs, parallelism, Attention(kv_heads=2)).failure()
     assert refusal == error
     assert describe(refusal)
 
@@ -290,6 +294,6 @@ def test_sizes_that_do_not_fit_are_refused(parallelism: Parallelism, error: obje
 def test_key_and_value_heads_that_cannot_be_repeated_evenly() -> None:
     specs = [TensorSpec("model.layers.0.self_attn.k_proj.weight", (12, 4), "int8")]
     parallelism = Parallelism(rollout_world_size=4, tensor_parallel=4)
-    assert plan_shards(specs, parallelism, kv_heads=3).failure() == DimensionNotDivisible(
-        tensor=specs[0].name, dimension=0, size=3, parts=4
-    )
+    assert plan_shards(
+        specs, parallelism, Attention(kv_heads=3)
+    ).failure() == DimensionNotDivisible(tensor=specs[0].name, dimension=0, size=3, parts=4)

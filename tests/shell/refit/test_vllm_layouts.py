@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit.cuts import Attention
 from rollsync.pure.refit.layout import Box, Part, plan_parts
 from rollsync.pure.refit.parallel import Parallelism, plan_shards
 from rollsync.shell.refit.boxes import inside
@@ -172,7 +173,7 @@ def test_a_planned_layout_is_what_the_loader_needs(tmp_path: Path, name: str) ->
     case = CASES[name]
     case.model().save_pretrained(tmp_path / name)
     specs, parallelism = case.specs(), case.parallelism
-    shards = plan_shards(specs, parallelism, kv_heads=case.kv_heads).unwrap()
+    shards = plan_shards(specs, parallelism, Attention(kv_heads=case.kv_heads)).unwrap()
     learned = on_ranks(
         learn_parts,
         str(tmp_path / name),

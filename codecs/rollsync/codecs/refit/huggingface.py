@@ -33,20 +33,34 @@ class _Entry(Struct, frozen=True):
     data_offsets: tuple[Natural, Natural]
 
 
+class _Outer(Struct, frozen=True):
+    """A configuration that has that of its language model inside."""
+
+    text_config: msgspec.Raw | None = None
+    tie_word_embeddings: bool = False
+
+
 class _Index(Struct, frozen=True):
     weight_map: dict[str, str]
 
 
 _CONFIG: Final = msgspec.json.Decoder(HuggingFaceConfig)
+_OUTER: Final = msgspec.json.Decoder(_Outer)
 _HEADER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRY: Final = msgspec.json.Decoder(_Entry)
 _INDEX: Final = msgspec.json.Decoder(_Index)
 
 
 def read_config(data: bytes) -> Result[HuggingFaceConfig, ConfigMalformed]:
-    """The fields of a `config.json` that decide about shapes."""
+    """The fields of a `config.json` that decide about shapes: of its language model, where it has
+    one inside, as those of models have that see or hear."""
     try:
-        return Success(_CONFIG.decode(data))
+        outer = _OUTER.decode(data)
+        if outer.text_config is None:
+            return Success(_CONFIG.decode(data))
+        inner = _CONFIG.decode(outer.text_config)
+        tied = inner.tie_word_embeddings or outer.tie_word_embeddings
+        return Success(msgspec.structs.replace(inner, tie_word_embeddings=tied))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Failure(ConfigMalformed(why=str(error)))
 

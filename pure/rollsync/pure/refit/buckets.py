@@ -85,6 +85,26 @@ class Placement(Struct, frozen=True, array_like=True, gc=False):
     chunks: tuple[Chunk, ...]
 
 
+class StreamSize(Struct, frozen=True, kw_only=True):
+    """How much a stream moves: the figures of its `BucketPlan`, without the places.
+
+    Attributes:
+        payload_bytes: Bytes of all tensors, without padding.
+        moved_bytes: Payload, and padding between tensors.
+        buckets: How many are filled.
+        fullest_bucket_bytes: How far the fullest one is.
+        last_bucket_bytes: How far the last one is.
+        largest_bytes: Bytes of its largest tensor.
+    """
+
+    payload_bytes: int
+    moved_bytes: int
+    buckets: int
+    fullest_bucket_bytes: int
+    last_bucket_bytes: int
+    largest_bytes: int
+
+
 class Cursor(Struct, frozen=True, array_like=True, gc=False):
     """How far a stream has filled its buckets: `filled_bytes` of the bucket `bucket`."""
 
@@ -224,13 +244,7 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Result[Bucke
         cursor, chunks = place_tensor(cursor, spec, bucket_bytes)
         placements.append(Placement(spec, chunks))
         if cursor.bucket != before.bucket:
-            # The tensor filled up the bucket it began in, or found it full.
-            first = chunks[0]
-            filled_bytes.append(
-                first.offset + first.chunk_bytes
-                if first.bucket == before.bucket
-                else before.filled_bytes
-            )
+            filled_bytes.append(_closed_bytes(before, chunks[0], bucket_bytes))
             filled_bytes.extend([bucket_bytes] * (cursor.bucket - before.bucket - 1))
     if placements:
         filled_bytes.append(cursor.filled_bytes)
@@ -241,3 +255,47 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Result[Bucke
             filled_bytes=tuple(filled_bytes),
         )
     )
+
+
+def measure_stream(specs: Iterable[TensorSpec], bucket_bytes: int) -> Result[StreamSize, PlanError]:
+    """How much a stream moves, in a time that does not grow with the sizes of its tensors.
+
+    Args:
+        specs: As for `plan_buckets`, as is `bucket_bytes`.
+    """
+    unaligned = check_bucket_bytes(bucket_bytes)
+    if unaligned is not None:
+        return Failure(unaligned)
+    cursor = Cursor()
+    names: set[str] = set()
+    payload = moved = fullest = largest = 0
+    for spec in specs:
+        error = check_tensor(spec, names)
+        if error is not None:
+            return Failure(error)
+        names.add(spec.name)
+        names.update(spec.aliases)
+        before = cursor
+        cursor, first = place_first(cursor, spec, bucket_bytes)
+        size = spec.tensor_bytes
+        payload, largest = payload + size, max(largest, size)
+        if cursor.bucket != before.bucket:
+            full = cursor.bucket - before.bucket - 1
+            closed = _closed_bytes(before, first, bucket_bytes)
+            moved += closed + full * bucket_bytes
+            fullest = max(fullest, bucket_bytes if full else closed)
+    return Success(
+        StreamSize(
+            payload_bytes=payload,
+            moved_bytes=moved + cursor.filled_bytes,
+            buckets=cursor.bucket + 1 if names else 0,
+            fullest_bucket_bytes=max(fullest, cursor.filled_bytes),
+            last_bucket_bytes=cursor.filled_bytes,
+            largest_bytes=largest,
+        )
+    )
+
+
+def _closed_bytes(before: Cursor, first: Chunk, bucket_bytes: int) -> int:
+    """How far the bucket of `before` is filled once a tensor goes on, or begins, in the next."""
+    return bucket_bytes if first.bucket == before.bucket else before.filled_bytes

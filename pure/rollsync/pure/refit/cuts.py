@@ -9,7 +9,9 @@ It follows vLLM's loaders (read in vLLM 0.32):
 - embedding and output rows are padded to a multiple of 64 and cut evenly; the padding is not sent;
 - in a tensor that holds all experts of a layer each expert is cut like its projection; its rows and
   columns are either way around, which the layer's two tensors together tell;
-- everything else is kept whole, and so are the biases of such experts.
+- everything else is kept whole, and so are the biases of such experts;
+- whole are also the query and key weights of a language model whose loader reorders their rows for
+  all heads before it cuts them (llama4).
 
 Rule kept here: slices are equal and together are the tensor, or the sizes are refused.
 """
@@ -20,6 +22,8 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Final, NamedTuple
+
+from msgspec import Struct
 
 from rollsync.pure.refit.buckets import TensorSpec
 from rollsync.pure.refit.errors import DimensionNotDivisible
@@ -64,6 +68,41 @@ CUT_OF_MODULE: Final = {
 _ALL_EXPERTS: Final = re.compile(r"(?:^|\.)experts\.(gate_up_proj|down_proj)(_bias)?$")
 
 
+_REORDERED: Final = frozenset({"q_proj", "k_proj"})
+_NOT_OF_THE_LANGUAGE_MODEL: Final = "vision_model"
+
+
+class Attention(Struct, frozen=True, kw_only=True):
+    """What a model's configuration says of its attention, and its tensors do not.
+
+    Attributes:
+        heads: Query heads of a layer; None where they are not known.
+        kv_heads: Key and value heads of a layer; None where it has none to repeat.
+        reorders_rows: The loader reorders the rows of query and key weights for all heads.
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    reorders_rows: bool = False
+
+
+class Cutting(NamedTuple):
+    """How ranks divide a tensor, for any number of them. Tensors of one shape and one of these are
+    divided alike.
+
+    Attributes:
+        cut: In which way.
+        dimension: Which one is cut.
+        query_rows: Of a tensor with query, key and value; 0 of all others.
+        kv_heads: As in `Attention`.
+    """
+
+    cut: Cut
+    dimension: int
+    query_rows: int
+    kv_heads: int | None
+
+
 class _Stretch(NamedTuple):
     """Neighbouring rows, or columns, that are cut among themselves."""
 
@@ -93,30 +132,47 @@ def cut_of(name: str) -> Cut | None:
     return cut
 
 
+def cutting_of(
+    spec: TensorSpec, model: Mapping[str, TensorSpec], attention: Attention
+) -> Cutting | None:
+    """How ranks divide a tensor; None when each keeps it whole.
+
+    Args:
+        spec: The tensor.
+        model: All tensors by name; the ones beside it tell what lies in it.
+        attention: What they do not tell.
+    """
+    cut = cut_of(spec.name)
+    if cut is None or not spec.shape or (attention.reorders_rows and _is_reordered(spec.name)):
+        return None
+    dimension = _dimension(spec, cut, model)
+    if dimension is None:
+        return None
+    query = 0
+    if cut is Cut.HEADS:
+        found = _query_rows(spec, model)
+        if found is None or found > spec.shape[0] or (spec.shape[0] - found) % 2:
+            return None
+        query = found
+    return Cutting(cut, dimension, query, attention.kv_heads)
+
+
 def slices(
-    spec: TensorSpec,
-    model: Mapping[str, TensorSpec],
-    ranks: int,
-    rank: int,
-    kv_heads: int | None,
+    spec: TensorSpec, cutting: Cutting | None, ranks: int, rank: int
 ) -> tuple[Box, ...] | DimensionNotDivisible:
     """What a rank keeps of a tensor.
 
     Args:
         spec: The tensor.
-        model: All tensors by name; the ones beside it tell what lies in it.
+        cutting: How ranks divide it, as `cutting_of` has it.
         ranks: Tensor-parallel ranks.
         rank: One of them.
-        kv_heads: How many key and value heads a layer has; None where it has none to repeat.
     """
-    cut = cut_of(spec.name)
-    if ranks == 1 or cut is None or not spec.shape:
+    if ranks == 1 or cutting is None:
         return (whole(spec),)
+    cut, dimension, query, kv_heads = cutting
     if cut is Cut.VOCABULARY:
         return _vocabulary(spec, ranks, rank)
-    dimension = _dimension(spec, cut, model)
-    if dimension is None:
-        return (whole(spec),)
     length, kv = spec.shape[dimension], (ranks, rank)
     if cut in (Cut.KV_HEADS, Cut.HEADS) and kv_heads is not None and kv_heads < ranks:
         if ranks % kv_heads:
@@ -129,9 +185,6 @@ def slices(
             stretches = [_Stretch(0, length // 2, ranks, rank)]
             stretches.append(_Stretch(length // 2, length // 2, ranks, rank))
         case Cut.HEADS:
-            query = _query_rows(spec, model)
-            if query is None or query > length or (length - query) % 2:
-                return (whole(spec),)
             each = (length - query) // 2
             stretches = [_Stretch(0, query, ranks, rank)]
             stretches += [_Stretch(query, each, *kv), _Stretch(query + each, each, *kv)]
@@ -145,10 +198,20 @@ def slices(
     return tuple(_slice(spec, dimension, stretch) for stretch in stretches)
 
 
+def _is_reordered(name: str) -> bool:
+    modules = name.split(".")
+    return (
+        modules[-1] == "weight"
+        and not _REORDERED.isdisjoint(modules)
+        and _NOT_OF_THE_LANGUAGE_MODEL not in modules
+    )
+
+
 def _dimension(spec: TensorSpec, cut: Cut, model: Mapping[str, TensorSpec]) -> int | None:
     """The dimension that is cut; None when it cannot be told."""
     if cut not in (Cut.EXPERT_PAIRS, Cut.EXPERT_INPUTS):
-        return 1 if cut is Cut.COLUMNS else 0
+        dimension = 1 if cut is Cut.COLUMNS else 0
+        return dimension if dimension < len(spec.shape) else None
     block = spec.name.rpartition(".")[0]
     into, out = model.get(f"{block}.gate_up_proj"), model.get(f"{block}.down_proj")
     if into is None or out is None or len(into.shape) != 3 or len(out.shape) != 3:

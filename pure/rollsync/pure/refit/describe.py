@@ -20,6 +20,22 @@ _RANKS_COME_FROM: Mapping[e.Side, str] = {
 """What to do about wrong ones."""
 
 
+_PLAN_BOTH_SIDES = (
+    "divide both sides by one number, and what each worker sends, holds and takes stays the same"
+)
+_CHECK_THE_FILE = "is the file that of a model?"
+_PLAN_LESS: Mapping[e.Planned, str] = {
+    "policy workers": _PLAN_BOTH_SIDES,
+    "rollout workers": _PLAN_BOTH_SIDES,
+    "layers": _CHECK_THE_FILE,
+    "experts": _CHECK_THE_FILE,
+    "tensors": _CHECK_THE_FILE,
+    "bytes": _CHECK_THE_FILE,
+    "parts": "choose smaller tensor-parallel and expert-parallel sizes",
+}
+"""What to do about more than a plan is made for."""
+
+
 def describe(error: e.RefitErrorValue) -> str:
     """One or two sentences for a person."""
     if isinstance(error, e.PlanError):
@@ -238,9 +254,10 @@ def _model(error: e.ParallelError | e.ShapesError) -> str:
             return f"{error.what} is {error.size}: it must be at least 1"
         case e.ExpertGroupsUneven():
             return (
-                f"experts cannot be spread over {error.expert_parallel} ranks: give a multiple of "
-                f"the tensor-parallel size {error.tensor_parallel} that divides the "
-                f"{error.stage_ranks} ranks of a pipeline stage"
+                f"{error.expert_parallel} ranks cannot share the experts: the expert-parallel size "
+                f"has to be a multiple of the tensor-parallel size {error.tensor_parallel}, and "
+                f"the {error.stage_ranks} rollout workers of a pipeline stage a multiple of it; "
+                "change one of these"
             )
         case e.DimensionNotDivisible():
             return (
@@ -252,6 +269,28 @@ def _model(error: e.ParallelError | e.ShapesError) -> str:
             return (
                 f"{error.pipeline_parallel} pipeline stages are more than the {error.layers} "
                 "layers: choose fewer stages"
+            )
+        case e.HeadsNotDivisible():
+            return (
+                f"{error.heads} attention heads, and {error.kv_heads} of keys and "
+                f"values, cannot be dealt to {error.tensor_parallel} ranks: choose a "
+                "tensor-parallel size that divides the first, and divides the second or is a "
+                "multiple of it"
+            )
+        case e.TooFewExperts():
+            if not error.experts:
+                return (
+                    f"the expert-parallel size is {error.expert_parallel}, and the model has no "
+                    "experts to share: leave it at 1"
+                )
+            return (
+                f"{error.experts} experts cannot be shared by {error.expert_parallel} ranks: "
+                "choose an expert-parallel size that is no larger"
+            )
+        case e.BeyondPlanning():
+            return (
+                f"{error.size:,} {error.what} are more than the {error.most:,} that a plan is made "
+                f"for: {_PLAN_LESS[error.what]}"
             )
         case e.UnknownArchitecture():
             return (

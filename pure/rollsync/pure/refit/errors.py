@@ -17,6 +17,12 @@ SpecField = Literal["name", "shape", "dtype", "aliases"]
 """What a `TensorSpec` says about a tensor."""
 
 
+Planned = Literal[
+    "policy workers", "rollout workers", "layers", "experts", "tensors", "bytes", "parts"
+]
+"""What a plan is made of, so many and no more."""
+
+
 class _Error(Struct, frozen=True, kw_only=True, tag=True):
     pass
 
@@ -339,8 +345,38 @@ class TooFewLayers(_Error, frozen=True, kw_only=True):
     pipeline_parallel: int
 
 
+class HeadsNotDivisible(_Error, frozen=True, kw_only=True):
+    """The attention heads of a layer cannot be dealt to the tensor-parallel ranks."""
+
+    heads: int
+    kv_heads: int
+    tensor_parallel: int
+
+
+class TooFewExperts(_Error, frozen=True, kw_only=True):
+    """There are more ranks to share the experts of a layer than experts; none, in a dense model."""
+
+    experts: int
+    expert_parallel: int
+
+
+class BeyondPlanning(_Error, frozen=True, kw_only=True):
+    """More of something than a plan is made for; see `plan_limits`."""
+
+    what: Planned
+    size: int
+    most: int
+
+
 ParallelError = (
-    WorldNotDivisible | SizeNotPositive | ExpertGroupsUneven | DimensionNotDivisible | TooFewLayers
+    WorldNotDivisible
+    | SizeNotPositive
+    | ExpertGroupsUneven
+    | DimensionNotDivisible
+    | HeadsNotDivisible
+    | TooFewLayers
+    | TooFewExperts
+    | BeyondPlanning
 )
 
 # What was learned of a loader
@@ -374,7 +410,7 @@ class HeaderMalformed(_Error, frozen=True, kw_only=True):
     why: str
 
 
-ShapesError = UnknownArchitecture | ConfigMalformed | HeaderMalformed
+ShapesError = UnknownArchitecture | ConfigMalformed | HeaderMalformed | BeyondPlanning
 
 # Life cycle
 

@@ -1,5 +1,8 @@
 """What a refit will move, hold and take, before anything runs.
 
+The figures are those of a sync in which every rank is sent what it keeps; in the first one of a
+run, its loader has still to show what that is, and it is sent whole tensors.
+
 The time is that of the links, with packing and loading hidden behind them: the receivers of a
 worker share its link evenly, so they all have everything when it has sent everything, and a relay
 is at least one bucket behind the worker that it relays.
@@ -9,26 +12,27 @@ Rule kept here: every figure follows from the same plans and routes that the eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 from returns.pipeline import is_successful
 from returns.result import Failure, Result, Success
 
-from rollsync.pure.refit.buckets import BucketPlan, TensorSpec, plan_buckets
-from rollsync.pure.refit.errors import LayoutError, PlanError
-from rollsync.pure.refit.layout import check_coverage, plan_parts
+from rollsync.pure.refit.buckets import StreamSize, TensorSpec, measure_stream
+from rollsync.pure.refit.errors import LayoutError, PlanError, TooManyLayouts
+from rollsync.pure.refit.layout import Part, SentBytes, check_coverage, plan_parts, sent_bytes
 from rollsync.pure.refit.parallel import Shards
+from rollsync.pure.refit.ring import Ring
 from rollsync.pure.refit.routes import (
     PolicyWorker,
-    RolloutWorker,
     Route,
     RoutingTable,
     Sites,
     Worker,
     choose_engine,
 )
+from rollsync.pure.refit.sharing import share_buffers
 
 BUCKETS_PER_WORKER: Final = 2
 
@@ -57,10 +61,15 @@ class RouteEstimate(Struct, frozen=True, kw_only=True):
         sender_rank: The sender's rank on its side.
         policy_rank: Where the route begins.
         shard: The receiver's layout.
-        engine: The built-in engine for this route.
-        tensors: How many tensors or parts of tensors are sent.
-        payload_bytes: Their bytes.
+        engine: What carries this route: `shm` inside a host, `nixl` between hosts.
+        tensors: Of how many tensors something is sent.
+        parts: How many parts of them are sent, each of them whole or a slice.
+        sent_whole: It is sent whole tensors, because others of its chain of relays keep other
+            parts of them.
+        payload_bytes: Bytes of the parts.
         padding_bytes: Bytes between them that move as well.
+        bucket_bytes: Size of a bucket of this stream: its share of its policy worker's buckets,
+            which has a stream for each layout that it sends.
         buckets: How many buckets move; all but the last are full.
         last_bucket_bytes: How far the last one is filled.
         seconds: From the start of the sync until the last byte is here.
@@ -73,8 +82,11 @@ class RouteEstimate(Struct, frozen=True, kw_only=True):
     shard: int
     engine: Engine
     tensors: int
+    parts: int
+    sent_whole: bool
     payload_bytes: int
     padding_bytes: int
+    bucket_bytes: int
     buckets: int
     last_bucket_bytes: int
     seconds: float
@@ -96,8 +108,12 @@ class RefitEstimate(Struct, frozen=True, kw_only=True):
         parameters_bytes: Bytes of the model, tied weights once.
         tensors: How many tensors the model has.
         bucket_bytes: Size of one bucket.
-        reserved_bytes_per_worker: Buffers that each worker holds.
+        reserved_bytes_per_worker: Buffers of each worker that has some: of who sends, and of who
+            receives from another host. A policy worker that feeds nobody has none, and who
+            receives on its sender's host reads from the sender's.
         reserved_bytes: Buffers of all workers.
+        assembly_bytes_per_receiver: Memory that a receiver keeps besides, in which what its two
+            buckets cannot hold is put together; 0 where they can hold every part.
         largest: The largest tensor; None for a model without tensors.
         sent_bytes: What all routes move, padding included.
         seconds: Until the last rollout worker has everything.
@@ -110,11 +126,26 @@ class RefitEstimate(Struct, frozen=True, kw_only=True):
     bucket_bytes: int
     reserved_bytes_per_worker: int
     reserved_bytes: int
+    assembly_bytes_per_receiver: int
     largest: LargestTensor | None
     sent_bytes: int
     seconds: float
     idle_policy_ranks: tuple[int, ...]
     routes: tuple[RouteEstimate, ...]
+
+
+class _Stream(NamedTuple):
+    """What one rollout worker is sent, and through which buckets."""
+
+    shard: int | None
+    """Which layout; None: whole tensors."""
+    bucket_bytes: int
+
+
+class _Size(NamedTuple):
+    tensors: int
+    parts: int
+    stream: StreamSize
 
 
 def estimate_refit(
@@ -125,7 +156,7 @@ def estimate_refit(
     *,
     bucket_bytes: int,
     links: Links,
-) -> Result[RefitEstimate, PlanError | LayoutError]:
+) -> Result[RefitEstimate, PlanError | LayoutError | TooManyLayouts]:
     """The figures of one refit.
 
     Args:
@@ -136,32 +167,55 @@ def estimate_refit(
         bucket_bytes: Size of one bucket.
         links: How fast bytes move.
     """
-    plans: list[BucketPlan] = []
-    for shard, layout in enumerate(shards.layouts):
-        rank = shards.shard_of_rank.index(shard)
-        parts = plan_parts(specs, layout, rank=rank)
-        if not is_successful(parts):
-            return Failure(parts.failure())
-        plan = plan_buckets((part.spec for part in parts.unwrap()), bucket_bytes)
-        if not is_successful(plan):
-            return Failure(plan.failure())
-        plans.append(plan.unwrap())
+    model = measure_stream(specs, bucket_bytes)
+    if not is_successful(model):
+        return Failure(model.failure())
+    ranks = [shards.shard_of_rank.index(shard) for shard in range(len(shards.layouts))]
+    sent = sent_bytes(specs, zip(ranks, shards.layouts, strict=True))
+    if not is_successful(sent):
+        return Failure(sent.failure())
     uncovered = check_coverage(specs, shards.layouts)
     if uncovered is not None:
         return Failure(uncovered)
-    seconds = _seconds([plans[shard] for shard in shards.shard_of_rank], table, sites, links)
+    streams = _streams(shards, table, bucket_bytes)
+    if isinstance(streams, TooManyLayouts):
+        return Failure(streams)
+    measured = _measured(specs, shards, sent.unwrap(), streams)
+    if not is_successful(measured):
+        return Failure(measured.failure())
+    sizes = [measured.unwrap()[stream] for stream in streams]
+    engines = [_engine(route, sites) for route in table.routes]
+    seconds = _seconds([size.stream for size in sizes], table, engines, links)
+    origins = table.origins
     routes = tuple(
-        _route(rank, plans[shard], shard, table, sites, seconds[rank])
-        for rank, shard in enumerate(shards.shard_of_rank)
+        RouteEstimate(
+            rollout_rank=rank,
+            sender="policy" if isinstance(route.sender, PolicyWorker) else "rollout",
+            sender_rank=route.sender.rank,
+            policy_rank=origins[rank],
+            shard=shards.shard_of_rank[rank],
+            engine=engines[rank],
+            tensors=size.tensors,
+            parts=size.parts,
+            sent_whole=stream.shard is None,
+            payload_bytes=size.stream.payload_bytes,
+            padding_bytes=size.stream.moved_bytes - size.stream.payload_bytes,
+            bucket_bytes=stream.bucket_bytes,
+            buckets=size.stream.buckets,
+            last_bucket_bytes=size.stream.last_bucket_bytes,
+            seconds=seconds[rank],
+        )
+        for rank, (route, stream, size) in enumerate(zip(table.routes, streams, sizes, strict=True))
     )
-    workers = table.train_world_size + table.rollout_world_size
+    with_buffers = table.train_world_size - len(table.idle_policy_ranks) + engines.count("nixl")
     return Success(
         RefitEstimate(
-            parameters_bytes=sum(spec.tensor_bytes for spec in specs),
+            parameters_bytes=model.unwrap().payload_bytes,
             tensors=len(specs),
             bucket_bytes=bucket_bytes,
             reserved_bytes_per_worker=BUCKETS_PER_WORKER * bucket_bytes,
-            reserved_bytes=workers * BUCKETS_PER_WORKER * bucket_bytes,
+            reserved_bytes=with_buffers * BUCKETS_PER_WORKER * bucket_bytes,
+            assembly_bytes_per_receiver=max(map(_assembly_bytes, streams, sizes)),
             largest=_largest(specs, bucket_bytes),
             sent_bytes=sum(route.payload_bytes + route.padding_bytes for route in routes),
             seconds=max(seconds),
@@ -169,6 +223,72 @@ def estimate_refit(
             routes=routes,
         )
     )
+
+
+def _streams(
+    shards: Shards, table: RoutingTable, bucket_bytes: int
+) -> list[_Stream] | TooManyLayouts:
+    """For each rollout rank, what it is sent.
+
+    A chain of relays is sent one stream: the layout that all of it keep, or whole tensors.
+    """
+    heads = table.heads
+    kept: dict[int, set[int]] = {}
+    for rank, head in enumerate(heads):
+        kept.setdefault(head, set()).add(shards.shard_of_rank[rank])
+    shard_of_head = {head: own.pop() if len(own) == 1 else None for head, own in kept.items()}
+    heads_of: dict[int, list[int]] = {}
+    for head in shard_of_head:
+        heads_of.setdefault(table.routes[head].sender.rank, []).append(head)
+    stream_of_head: dict[int, _Stream] = {}
+    for own in heads_of.values():
+        layouts = [None if (s := shard_of_head[head]) is None else str(s) for head in own]
+        shared = share_buffers(layouts, bucket_bytes, BUCKETS_PER_WORKER)
+        if not is_successful(shared):
+            return shared.failure()
+        for share in shared.unwrap():
+            for index in share.receivers:
+                head = own[index]
+                stream_of_head[head] = _Stream(shard_of_head[head], share.bucket_bytes)
+    return [stream_of_head[head] for head in heads]
+
+
+def _measured(
+    specs: Sequence[TensorSpec],
+    shards: Shards,
+    sent: Sequence[SentBytes],
+    streams: Iterable[_Stream],
+) -> Result[dict[_Stream, _Size], PlanError | LayoutError]:
+    """How large each stream is. It is planned once for all layouts that are sent alike."""
+    sizes: dict[_Stream, _Size] = {}
+    size_of: dict[tuple[SentBytes | None, int], _Size] = {}
+    for stream in dict.fromkeys(streams):
+        alike = None if stream.shard is None else sent[stream.shard]
+        size = size_of.get((alike, stream.bucket_bytes))
+        if size is None:
+            planned = _sent_specs(specs, shards, stream.shard)
+            if not is_successful(planned):
+                return Failure(planned.failure())
+            measured = measure_stream(planned.unwrap(), stream.bucket_bytes)
+            if not is_successful(measured):
+                return Failure(measured.failure())
+            tensors = len(specs) if alike is None else len(alike)
+            size = _Size(tensors, len(planned.unwrap()), measured.unwrap())
+            size_of[alike, stream.bucket_bytes] = size
+        sizes[stream] = size
+    return Success(sizes)
+
+
+def _sent_specs(
+    specs: Sequence[TensorSpec], shards: Shards, shard: int | None
+) -> Result[tuple[TensorSpec, ...], LayoutError]:
+    if shard is None:
+        return Success(tuple(specs))
+    layout: Sequence[Part] = shards.layouts[shard]
+    parts = plan_parts(specs, layout, rank=shards.shard_of_rank.index(shard))
+    if not is_successful(parts):
+        return Failure(parts.failure())
+    return Success(tuple(part.spec for part in parts.unwrap()))
 
 
 def _largest(specs: Sequence[TensorSpec], bucket_bytes: int) -> LargestTensor | None:
@@ -180,49 +300,33 @@ def _largest(specs: Sequence[TensorSpec], bucket_bytes: int) -> LargestTensor | 
     )
 
 
-def _route(
-    rank: int, plan: BucketPlan, shard: int, table: RoutingTable, sites: Sites, seconds: float
-) -> RouteEstimate:
-    sender = table.sender_to(rank)
-    return RouteEstimate(
-        rollout_rank=rank,
-        sender="policy" if isinstance(sender, PolicyWorker) else "rollout",
-        sender_rank=sender.rank,
-        policy_rank=table.path_to(rank)[0].rank,
-        shard=shard,
-        engine=_engine(sender, rank, sites),
-        tensors=len(plan.placements),
-        payload_bytes=plan.payload_bytes,
-        padding_bytes=plan.moved_bytes - plan.payload_bytes,
-        buckets=len(plan.filled_bytes),
-        last_bucket_bytes=plan.filled_bytes[-1] if plan.filled_bytes else 0,
-        seconds=seconds,
-    )
+def _assembly_bytes(stream: _Stream, size: _Size) -> int:
+    ring = Ring(bucket_bytes=stream.bucket_bytes, buckets=BUCKETS_PER_WORKER, mirrored=True)
+    largest = size.stream.largest_bytes
+    return 0 if ring.holds(0, largest) else largest
 
 
-def _engine(sender: Worker, receiver_rank: int, sites: Sites) -> Engine:
+def _engine(route: Route, sites: Sites) -> Engine:
+    sender, receiver = route.sender, route.receiver
     hosts = sites.policy_hosts if isinstance(sender, PolicyWorker) else sites.rollout_hosts
-    route = Route(sender, RolloutWorker(receiver_rank))
-    return choose_engine(route, hosts[sender.rank], sites.rollout_hosts[receiver_rank]).engine
+    return choose_engine(route, hosts[sender.rank], sites.rollout_hosts[receiver.rank]).engine
 
 
 def _seconds(
-    plans: Sequence[BucketPlan], table: RoutingTable, sites: Sites, links: Links
+    sizes: Sequence[StreamSize], table: RoutingTable, engines: Sequence[Engine], links: Links
 ) -> list[float]:
-    """For each rollout rank, whose plan is at its index, when it has everything."""
+    """For each rollout rank, whose stream is at its index, when it has everything."""
     speed_of: dict[Engine, float] = {"shm": links.inside_host, "nixl": links.between_hosts}
-    over_link = [
-        (route.sender, _engine(route.sender, route.receiver.rank, sites)) for route in table.routes
-    ]
     busy: dict[tuple[Worker, Engine], float] = {}
-    for link, plan in zip(over_link, plans, strict=True):
-        busy[link] = busy.get(link, 0.0) + plan.moved_bytes / speed_of[link[1]]
+    for route, engine, size in zip(table.routes, engines, sizes, strict=True):
+        link = (route.sender, engine)
+        busy[link] = busy.get(link, 0.0) + size.moved_bytes / speed_of[engine]
     seconds: list[float] = []
-    for rank, link in enumerate(over_link):
-        done = busy[link]
+    for route, engine, size in zip(table.routes, engines, sizes, strict=True):
+        done = busy[route.sender, engine]
         # A relay has a lower rank than whom it relays to, so its time is known.
-        if not isinstance(link[0], PolicyWorker):
-            one_bucket = max(plans[rank].filled_bytes, default=0) / speed_of[link[1]]
-            done = max(done, seconds[link[0].rank] + one_bucket)
+        if not isinstance(route.sender, PolicyWorker):
+            one_bucket = size.fullest_bucket_bytes / speed_of[engine]
+            done = max(done, seconds[route.sender.rank] + one_bucket)
         seconds.append(done)
     return seconds

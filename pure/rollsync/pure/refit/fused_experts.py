@@ -18,7 +18,7 @@ import msgspec
 
 from rollsync.pure.refit.buckets import TensorSpec
 
-_ONE_EXPERT: Final = re.compile(r"^(.+\.experts)\.(\d+)\.(\w+)\.weight$")
+_ONE_EXPERT: Final = re.compile(r"^(.+\.experts)\.(\d{1,9})\.(\w+)\.weight$")
 _ROLES: Final = {
     "gate_proj": "gate",
     "up_proj": "up",

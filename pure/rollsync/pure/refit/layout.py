@@ -22,6 +22,7 @@ from typing import Final
 
 import msgspec
 from msgspec import Struct
+from returns.pipeline import is_successful
 from returns.result import Failure, Result, Success
 
 from rollsync.pure.refit.buckets import TensorSpec
@@ -70,6 +71,10 @@ class SentPart(Struct, frozen=True, array_like=True, gc=False):
     source: str
     box: Box
     spec: TensorSpec
+
+
+SentBytes = tuple[tuple[int, ...], ...]
+"""Of each tensor of which a rank is sent something, in stream order, the bytes of each part."""
 
 
 def whole(spec: TensorSpec) -> Box:
@@ -131,35 +136,46 @@ def plan_parts(
         layout: The parts that the rank keeps, in any order. Parts without elements are legal.
         rank: Its rank among the rollout workers, for the error.
     """
+    kept = _kept(_by_name(specs), layout, rank)
+    if not is_successful(kept):
+        return Failure(kept.failure())
+    return Success(
+        tuple(
+            _sent_part(spec, box, boxes[box])
+            for spec, boxes in kept.unwrap()
+            for box in sorted(boxes, key=_in_order)
+        )
+    )
+
+
+def sent_bytes(
+    specs: Sequence[TensorSpec], layouts: Iterable[tuple[int, Iterable[Part]]]
+) -> Result[tuple[SentBytes, ...], LayoutError]:
+    """For each layout, how many bytes each part has that `plan_parts` makes of it.
+
+    Layouts with the same differ in the places of their parts in the tensors only: the same buckets
+    move.
+
+    Args:
+        specs: The source's tensors in stream order.
+        layouts: Each with the rank of one who keeps it, for the error.
+    """
     by_name = _by_name(specs)
-    # By source tensor: the boxes in the order of their starts, each with the names it goes by.
-    wanted: dict[str, dict[Box, list[str]]] = {}
-    for part in layout:
-        spec = by_name.get(part.name)
-        if spec is None:
-            return Failure(UnknownTensor(rank=rank, tensor=part.name))
-        if not _lies_in(part.box, spec.shape):
-            return Failure(
-                PartOutOfBounds(
-                    rank=rank,
-                    tensor=part.name,
-                    starts=part.box.starts,
-                    sizes=part.box.sizes,
-                    shape=spec.shape,
+    sizes: list[SentBytes] = []
+    for rank, layout in layouts:
+        kept = _kept(by_name, layout, rank)
+        if not is_successful(kept):
+            return Failure(kept.failure())
+        sizes.append(
+            tuple(
+                tuple(
+                    box.elements * DTYPE_BYTES.get(spec.dtype, 1)
+                    for box in sorted(boxes, key=_in_order)
                 )
+                for spec, boxes in kept.unwrap()
             )
-        names = wanted.setdefault(spec.name, {}).setdefault(part.box, [])
-        if part.name in names:
-            return Failure(PartsOverlap(rank=rank, tensor=part.name))
-        names.append(part.name)
-    sent: list[SentPart] = []
-    for spec in specs:
-        boxes = wanted.get(spec.name, {})
-        overlapping = _overlapping_name(spec, boxes)
-        if overlapping is not None:
-            return Failure(PartsOverlap(rank=rank, tensor=overlapping))
-        sent.extend(_sent_part(spec, box, boxes[box]) for box in sorted(boxes, key=_in_order))
-    return Success(tuple(sent))
+        )
+    return Success(tuple(sizes))
 
 
 def check_coverage(
@@ -175,18 +191,60 @@ def check_coverage(
     held: dict[str, set[Box]] = {spec.name: set() for spec in specs}
     for layout in layouts:
         for part in layout:
-            held[by_name[part.name].name].add(part.box)
+            held[by_name[part.name][1].name].add(part.box)
+    # Many tensors are cut alike.
+    union_of: dict[frozenset[Box], int] = {}
     for spec in specs:
         elements = math.prod(spec.shape)
-        boxes = held[spec.name]
-        covered = elements if whole(spec) in boxes else union_elements(list(boxes))
+        boxes = frozenset(held[spec.name])
+        if whole(spec) in boxes:
+            continue
+        covered = union_of.get(boxes)
+        if covered is None:
+            covered = union_of[boxes] = union_elements(joined(boxes))
         if covered != elements or not boxes:
             return TensorNotCovered(tensor=spec.name, elements=elements, held=covered)
     return None
 
 
-def _by_name(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    return {name: spec for spec in specs for name in spec.names}
+_ByName = dict[str, tuple[int, TensorSpec]]
+"""Each tensor and its place in the stream, by every name that it has."""
+_Kept = list[tuple[TensorSpec, dict[Box, list[str]]]]
+"""Source tensors in stream order; of each the boxes that a rank keeps, and under which names."""
+
+
+def _by_name(specs: Sequence[TensorSpec]) -> _ByName:
+    return {
+        name: (index, spec)
+        for index, spec in enumerate(specs)
+        for name in spec.names
+    }
+
+
+def _kept(by_name: _ByName, layout: Iterable[Part], rank: int) -> Result[_Kept, LayoutError]:
+    wanted: dict[int, tuple[TensorSpec, dict[Box, list[str]]]] = {}
+    for part in layout:
+        name, box = part.name, part.box
+        found = by_name.get(name)
+        if found is None:
+            return Failure(UnknownTensor(rank=rank, tensor=name))
+        index, spec = found
+        if not _lies_in(box, spec.shape):
+            return Failure(
+                PartOutOfBounds(
+                    rank=rank, tensor=name, starts=box.starts, sizes=box.sizes, shape=spec.shape
+                )
+            )
+        names = wanted.setdefault(index, (spec, {}))[1].setdefault(box, [])
+        if name in names:
+            return Failure(PartsOverlap(rank=rank, tensor=name))
+        names.append(name)
+    kept = [wanted[index] for index in sorted(wanted)]
+    for spec, boxes in kept:
+        overlapping = _overlapping_name(spec, boxes)
+        if overlapping is not None:
+            return Failure(PartsOverlap(rank=rank, tensor=overlapping))
+    return Success(kept)
 
 
 def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:

@@ -16,8 +16,10 @@ from msgspec import Meta, Struct
 from returns.result import Failure, Result, Success
 
 from rollsync.pure.refit.buckets import TensorSpec
+from rollsync.pure.refit.cuts import Attention
 from rollsync.pure.refit.dtypes import DTYPE_BYTES
 from rollsync.pure.refit.errors import ConfigMalformed, ShapesError, UnknownArchitecture
+from rollsync.pure.refit.plan_limits import beyond
 
 Size = Annotated[int, Meta(ge=1, le=2**31)]
 Count = Annotated[int, Meta(ge=0, le=2**31)]
@@ -119,6 +121,11 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
 )
 """By `model_type`."""
 
+_REORDERS_ROWS: Final = frozenset({"llama4", "llama4_text"})
+"""Model types whose loader reorders the rows of query and key weights (read in vLLM 0.32)."""
+_MOST_OF_A_LAYER: Final = 8
+"""Norms and a dense block at most, with biases."""
+
 _Named = list[tuple[str, tuple[int, ...]]]
 """Tensors of one block of a layer: names inside the block, and shapes."""
 
@@ -145,10 +152,17 @@ def model_tensors(config: HuggingFaceConfig) -> Result[tuple[TensorSpec, ...], S
         return Failure(attention)
     if isinstance(experts, ConfigMalformed):
         return Failure(experts)
+    sparse = _layers_with_experts(config, architecture)
+    count = config.num_hidden_layers * (_MOST_OF_A_LAYER + len(attention))
+    too_many = beyond("tensors", count + len(sparse) * len(experts))
+    if too_many is not None:
+        return Failure(too_many)
     layers = [
         TensorSpec(name, shape, "float32" if name.endswith("correction_bias") else dtype)
         for index in range(config.num_hidden_layers)
-        for name, shape in _layer(config, architecture, index, attention, experts)
+        for name, shape in _layer(
+            config, architecture, index, attention, experts if index in sparse else None
+        )
     ]
     specs = [
         TensorSpec("model.embed_tokens.weight", vocabulary, dtype, tied),
@@ -160,12 +174,16 @@ def model_tensors(config: HuggingFaceConfig) -> Result[tuple[TensorSpec, ...], S
     return Success(tuple(specs))
 
 
-def kv_heads_of(config: HuggingFaceConfig) -> int | None:
-    """How many key and value heads a layer has; None where latent attention has none to share."""
+def attention_of(config: HuggingFaceConfig) -> Attention:
+    """What the tensors do not tell of the model's attention."""
     architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is not None and architecture.latent_attention:
-        return None
-    return config.num_key_value_heads or config.num_attention_heads
+    is_latent = architecture is not None and architecture.latent_attention
+    return Attention(
+        heads=config.num_attention_heads,
+        # Latent attention has no heads to share.
+        kv_heads=None if is_latent else config.num_key_value_heads or config.num_attention_heads,
+        reorders_rows=config.model_type in _REORDERS_ROWS,
+    )
 
 
 def _layer(
@@ -173,13 +191,14 @@ def _layer(
     architecture: Architecture,
     index: int,
     attention: _Named,
-    experts: _Named,
+    experts: _Named | None,
 ) -> _Named:
     prefix, hidden = f"model.layers.{index}", config.hidden_size
-    if architecture.experts is not None and _has_experts(config, index):
-        block, feed_forward = architecture.experts.block, experts
-    else:
-        block, feed_forward = "mlp", _dense(config, architecture)
+    block, feed_forward = "mlp", experts
+    if feed_forward is None:
+        feed_forward = _dense(config, architecture)
+    elif architecture.experts is not None:
+        block = architecture.experts.block
     return [
         (f"{prefix}.input_layernorm.weight", (hidden,)),
         (f"{prefix}.post_attention_layernorm.weight", (hidden,)),
@@ -188,10 +207,19 @@ def _layer(
     ]
 
 
-def _grouped_attention(config: HuggingFaceConfig, architecture: Architecture) -> _Named:
+def _grouped_attention(
+    config: HuggingFaceConfig, architecture: Architecture
+) -> _Named | ConfigMalformed:
     hidden, heads = config.hidden_size, config.num_attention_heads
+    kv_heads = config.num_key_value_heads or heads
     head_dim = config.head_dim or hidden // heads
-    kv_rows = (config.num_key_value_heads or heads) * head_dim
+    if not head_dim:
+        why = f"hidden_size {hidden} is less than num_attention_heads {heads}, without a head_dim"
+        return ConfigMalformed(why=why)
+    if heads % kv_heads:
+        why = f"num_key_value_heads {kv_heads} do not divide num_attention_heads {heads}"
+        return ConfigMalformed(why=why)
+    kv_rows = kv_heads * head_dim
     bias = config.attention_bias or architecture.query_bias
     if architecture.fused:
         tensors = _projection("qkv_proj", heads * head_dim + 2 * kv_rows, hidden, bias=bias)
@@ -247,12 +275,13 @@ def _dense(config: HuggingFaceConfig, architecture: Architecture) -> _Named:
     ]
 
 
-def _has_experts(config: HuggingFaceConfig, layer: int) -> bool:
-    return (
-        layer >= config.first_k_dense_replace
-        and layer not in (config.mlp_only_layers or ())
-        and (layer + 1) % config.decoder_sparse_step == 0
-    )
+def _layers_with_experts(config: HuggingFaceConfig, architecture: Architecture) -> frozenset[int]:
+    if architecture.experts is None:
+        return frozenset()
+    step = config.decoder_sparse_step
+    candidates = range(step - 1, config.num_hidden_layers, step)
+    sparse = {layer for layer in candidates if layer >= config.first_k_dense_replace}
+    return frozenset(sparse.difference(config.mlp_only_layers or ()))
 
 
 def _experts(config: HuggingFaceConfig, names: ExpertNames) -> _Named | ConfigMalformed:

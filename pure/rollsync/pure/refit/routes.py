@@ -125,10 +125,29 @@ class RoutingTable(Struct, frozen=True, kw_only=True):
             sender = self.sender_to(sender.rank)
         return (sender, *reversed(path))
 
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """For every rollout rank, the one of its chain that a policy worker sends to: itself, or
+        the first of the relays before it."""
+        heads: list[int] = []
+        # A relay has a lower rank than whom it relays to.
+        for rank, route in enumerate(self.routes):
+            sender = route.sender
+            heads.append(rank if isinstance(sender, PolicyWorker) else heads[sender.rank])
+        return tuple(heads)
+
+    @property
+    def origins(self) -> tuple[int, ...]:
+        """For every rollout rank, the policy worker whose weights it gets."""
+        return tuple(self.routes[head].sender.rank for head in self.heads)
+
     def routes_of(self, policy_rank: int) -> tuple[Route, ...]:
         """The routes that the weights of a policy worker take, relays' included."""
-        mine = PolicyWorker(policy_rank)
-        return tuple(route for route in self.routes if self.path_to(route.receiver.rank)[0] == mine)
+        return tuple(
+            route
+            for route, origin in zip(self.routes, self.origins, strict=True)
+            if origin == policy_rank
+        )
 
     def patience_with_receiver(self, rollout_rank: int) -> int:
         """How many steps longer than another a rollout worker is waited for by its sender: as many
@@ -249,5 +268,5 @@ def _relay(senders: list[Worker], sites: Sites) -> None:
             senders[rank] = RolloutWorker(chain[host])
         else:
             if chain:
-                senders[rank] = RolloutWorker(list(chain.values())[-1])
+                senders[rank] = RolloutWorker(next(reversed(chain.values())))
             chain[host] = rank

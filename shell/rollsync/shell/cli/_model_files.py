@@ -13,10 +13,11 @@ from returns.pipeline import is_successful
 
 from rollsync.codecs.refit import huggingface
 from rollsync.pure.refit import RefitErrorValue, TensorSpec, describe
+from rollsync.pure.refit.cuts import Attention
 from rollsync.pure.refit.errors import HeaderMalformed, ShapesError
-from rollsync.pure.refit.model_shapes import HuggingFaceConfig, kv_heads_of, model_tensors
+from rollsync.pure.refit.model_shapes import HuggingFaceConfig, attention_of, model_tensors
 from rollsync.shell.errors import RollsyncError
-from rollsync.shell.files import UnreadableFile
+from rollsync.shell.files import UnreadableFile, open_regular
 
 _GIVE = (
     "give a Hugging Face config.json, a model.safetensors.index.json with its files beside it, "
@@ -42,12 +43,12 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     Attributes:
         read_from: What the shapes were derived from, for people.
         tensors: The model's tensors in stream order.
-        kv_heads: Key and value heads of a layer, where a configuration says so.
+        attention: What a configuration says of it, where there is one.
     """
 
     read_from: str
     tensors: tuple[TensorSpec, ...]
-    kv_heads: int | None
+    attention: Attention = Attention()
 
 
 def read_model(source: Path) -> ModelFiles:
@@ -71,7 +72,9 @@ def read_model(source: Path) -> ModelFiles:
     tensors = model_tensors(config)
     if not is_successful(tensors):
         raise _refused(source, tensors.failure())
-    return ModelFiles(read_from=str(source), tensors=tensors.unwrap(), kv_heads=kv_heads_of(config))
+    return ModelFiles(
+        read_from=str(source), tensors=tensors.unwrap(), attention=attention_of(config)
+    )
 
 
 def _read_directory(directory: Path) -> ModelFiles:
@@ -102,11 +105,11 @@ def _from_headers(files: list[Path], read_from: str) -> ModelFiles:
         raise _refused(read_from, HeaderMalformed(why="it names no tensor"))
     beside = files[0].parent / "config.json" if files else Path("config.json")
     if not beside.exists():
-        return ModelFiles(read_from=read_from, tensors=tensors, kv_heads=None)
+        return ModelFiles(read_from=read_from, tensors=tensors)
     config = _read_config(beside)
     if config.tie_word_embeddings:
         tensors = _with_tied_output(tensors)
-    return ModelFiles(read_from=read_from, tensors=tensors, kv_heads=kv_heads_of(config))
+    return ModelFiles(read_from=read_from, tensors=tensors, attention=attention_of(config))
 
 
 def _with_tied_output(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
@@ -130,14 +133,20 @@ def _read_config(path: Path) -> HuggingFaceConfig:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read(huggingface.MOST_HEADER_BYTES + 1)
     except OSError as error:
         raise UnreadableFile(f"{path}: {error.strerror}", remedy=_GIVE) from error
+    if len(data) > huggingface.MOST_HEADER_BYTES:
+        raise UnreadableFile(
+            f"{path}: more than {huggingface.MOST_HEADER_BYTES:,} bytes", remedy=_GIVE
+        )
+    return data
 
 
 def _read_header(path: Path) -> tuple[TensorSpec, ...]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = huggingface.header_length(file.read(huggingface.LENGTH_BYTES))
             if not is_successful(length):
                 raise _refused(path, length.failure())

@@ -6,9 +6,12 @@ Reads a model's published files and asks pure; nothing runs. Needs neither torch
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from returns.pipeline import is_successful
@@ -18,15 +21,15 @@ from rich.table import Table
 from rollsync.pure.config import CheckpointEngineConfig
 from rollsync.pure.refit import (
     RefitErrorValue,
-    Sites,
     describe,
     parse_ratio,
-    plan_routes,
     resolve_bucket_bytes,
 )
-from rollsync.pure.refit.estimate import Links, RefitEstimate, RouteEstimate, estimate_refit
+from rollsync.pure.refit import errors as e
+from rollsync.pure.refit.deployment import Deployment, plan_refit
+from rollsync.pure.refit.estimate import Links, RefitEstimate, RouteEstimate
 from rollsync.pure.refit.fused_experts import fuse_experts
-from rollsync.pure.refit.parallel import Parallelism, Shards, plan_shards, whole_model
+from rollsync.pure.refit.parallel import Parallelism
 from rollsync.shell.cli._console import CommandConsole
 from rollsync.shell.cli._model_files import ModelFiles, PlanRefused, read_model
 from rollsync.shell.cli._printing import say_json
@@ -37,8 +40,31 @@ _GIB = 1024**3
 _GB = 1e9
 _SLOWEST_GB_PER_S, _FASTEST_GB_PER_S = 1e-6, 1e6
 """Beyond these no link is, and no time that could be told from none or from for ever."""
-_SHOWN_ROUTES = 64
-_WIDTH = 120
+_LEAST_MEMORY_GIB, _MOST_MEMORY_GIB = 1e-6, 1e6
+_SHOWN_ROWS = 64
+_SHOWN_RANGES = 3
+_WIDTH = 140
+_LARGEST_SIZE = 10**9
+"""Of a group of workers: what is larger is a slip, whatever it is multiplied with."""
+
+_WORLD = "--rollout-world, --tp and --pp"
+_OPTIONS: Final[Mapping[type[RefitErrorValue], str]] = {
+    e.RatioOutOfRange: "--ratio",
+    e.BucketTooSmall: "--ratio and --memory-gib",
+    e.TooManyLayouts: "--memory-gib, --ratio, --train-world and --tp",
+    e.WorldNotDivisible: _WORLD,
+    e.ExpertGroupsUneven: "--ep, --tp and --rollout-world",
+    e.HeadsNotDivisible: "--tp",
+    e.DimensionNotDivisible: "--tp",
+    e.TooFewLayers: "--pp",
+    e.TooFewExperts: "--ep",
+}
+"""What to change about an error."""
+_OPTIONS_OF_MOST: Final[Mapping[e.Planned, str]] = {
+    "policy workers": "--train-world",
+    "rollout workers": _WORLD,
+    "parts": "--tp and --ep",
+}
 
 T = TypeVar("T")
 
@@ -72,7 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     worlds = parser.add_argument_group("workers")
     worlds.add_argument("--train-world", type=_positive, default=1, help="policy workers")
     worlds.add_argument(
-        "--rollout-world", type=_positive, help="rollout workers (default: one engine)"
+        "--rollout-world",
+        type=_positive,
+        help="rollout workers (default: as few as --tp, --pp and --ep need)",
     )
     worlds.add_argument(
         "--tp", type=_positive, default=1, help="tensor-parallel ranks of an engine"
@@ -91,7 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers-per-host",
         type=_positive,
         metavar="N",
-        help="plan relays for hosts of N workers of one side (default: no host is shared)",
+        help="plan relays for hosts of N workers of one side "
+        "(default: no relays, each worker on a host of its own)",
     )
     worlds.add_argument(
         "--shared-hosts", action="store_true", help="both sides count on the same hosts"
@@ -147,7 +176,7 @@ def _options(args: argparse.Namespace) -> PlanOptions:
     rollout: int | None = args.rollout_world
     return PlanOptions(
         train_world_size=args.train_world,
-        rollout_world_size=args.tp * args.pp if rollout is None else rollout,
+        rollout_world_size=math.lcm(args.tp, args.ep) * args.pp if rollout is None else rollout,
         tensor_parallel=args.tp,
         pipeline_parallel=args.pp,
         expert_parallel=args.ep,
@@ -171,43 +200,25 @@ def _estimate(model: ModelFiles, options: PlanOptions) -> RefitEstimate:
             rollout_memory_bytes=[memory_bytes],
         )
     )
-    shards = _shards(model, options)
-    sites = _sites(options, shards)
-    table = _checked(
-        plan_routes(
-            options.train_world_size,
-            options.rollout_world_size,
-            None if options.workers_per_host is None else sites,
-        )
+    deployment = Deployment(
+        train_world_size=options.train_world_size,
+        engines=Parallelism(
+            rollout_world_size=options.rollout_world_size,
+            tensor_parallel=options.tensor_parallel,
+            pipeline_parallel=options.pipeline_parallel,
+            expert_parallel=options.expert_parallel,
+        ),
+        whole=options.whole,
+        workers_per_host=options.workers_per_host,
+        shared_hosts=options.shared_hosts,
     )
     links = Links(
         between_hosts=options.link_gb_per_s * _GB, inside_host=options.host_gb_per_s * _GB
     )
     return _checked(
-        estimate_refit(model.tensors, shards, table, sites, bucket_bytes=bucket_bytes, links=links)
-    )
-
-
-def _shards(model: ModelFiles, options: PlanOptions) -> Shards:
-    parallelism = Parallelism(
-        rollout_world_size=options.rollout_world_size,
-        tensor_parallel=options.tensor_parallel,
-        pipeline_parallel=options.pipeline_parallel,
-        expert_parallel=options.expert_parallel,
-    )
-    shards = _checked(plan_shards(model.tensors, parallelism, kv_heads=model.kv_heads))
-    return whole_model(model.tensors, options.rollout_world_size) if options.whole else shards
-
-
-def _sites(options: PlanOptions, shards: Shards) -> Sites:
-    per_host = options.workers_per_host or 1
-    policy, rollout = ("host", "host") if options.shared_hosts else ("policy", "rollout")
-    return Sites(
-        policy_hosts=tuple(f"{policy}-{r // per_host}" for r in range(options.train_world_size)),
-        rollout_hosts=tuple(
-            f"{rollout}-{r // per_host}" for r in range(options.rollout_world_size)
-        ),
-        rollout_shards=shards.shard_of_rank,
+        plan_refit(
+            model.tensors, model.attention, deployment, bucket_bytes=bucket_bytes, links=links
+        )
     )
 
 
@@ -217,10 +228,12 @@ def _print(model: ModelFiles, options: PlanOptions, estimate: RefitEstimate) -> 
         file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False
     )
     console.print(_summary(model, options, estimate))
-    console.print(_routes(estimate))
-    if len(estimate.routes) > _SHOWN_ROUTES:
-        more = len(estimate.routes) - _SHOWN_ROUTES
-        console.print(f"... and {more} more; --json prints all")
+    rows = [list(alike) for _, alike in groupby(estimate.routes, key=_figures)]
+    console.print(_routes(rows[:_SHOWN_ROWS]))
+    if len(rows) > _SHOWN_ROWS:
+        console.print(f"... and {len(rows) - _SHOWN_ROWS} more rows; --json prints all routes")
+    for note in _notes(options, estimate):
+        console.print(note)
 
 
 def _summary(model: ModelFiles, options: PlanOptions, estimate: RefitEstimate) -> Table:
@@ -241,14 +254,17 @@ def _summary(model: ModelFiles, options: PlanOptions, estimate: RefitEstimate) -
     )
     grid.add_row(
         "memory reserved",
-        f"{_size(estimate.reserved_bytes_per_worker)} a worker, "
-        f"{_size(estimate.reserved_bytes)} in all",
+        f"{_size(estimate.reserved_bytes_per_worker)} a worker that sends, or reads from another "
+        f"host; {_size(estimate.reserved_bytes)} in all",
     )
+    assembly = estimate.assembly_bytes_per_receiver
+    if assembly:
+        grid.add_row("", f"{_size(assembly)} a receiver, for what its two buckets cannot hold")
     idle = len(estimate.idle_policy_ranks)
     grid.add_row(
         "workers",
         f"{options.train_world_size} policy ({idle} send nothing), "
-        f"{options.rollout_world_size} rollout",
+        f"{options.rollout_world_size} rollout{_groups(options)}",
     )
     padding_bytes = sum(route.padding_bytes for route in estimate.routes)
     grid.add_row("sent", f"{_size(estimate.sent_bytes)}, of that {_size(padding_bytes)} padding")
@@ -256,36 +272,85 @@ def _summary(model: ModelFiles, options: PlanOptions, estimate: RefitEstimate) -
     return grid
 
 
-def _routes(estimate: RefitEstimate) -> Table:
+def _groups(options: PlanOptions) -> str:
+    sizes = {
+        "tensor": options.tensor_parallel,
+        "pipeline": options.pipeline_parallel,
+        "expert": options.expert_parallel,
+    }
+    groups = ", ".join(f"{what}-parallel {size}" for what, size in sizes.items() if size > 1)
+    return f" ({groups})" if groups else ""
+
+
+def _figures(route: RouteEstimate) -> RouteEstimate:
+    """The same for all routes that differ in who they are between, and not in what they carry."""
+    return msgspec.structs.replace(route, rollout_rank=0, sender_rank=0, policy_rank=0, shard=0)
+
+
+def _routes(rows: Iterable[list[RouteEstimate]]) -> Table:
+    """Neighbours whose figures are the same share a row."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("rollout", "from", "origin", "engine"):
+    for heading in ("rollout", "from", "origin", "over"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("tensors", "bytes", "padding", "buckets", "last", "seconds"):
+    for heading in ("tensors", "parts", "bytes", "padding", "bucket", "buckets", "last", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for route in estimate.routes[:_SHOWN_ROUTES]:
-        table.add_row(*_row(route))
+    for alike in rows:
+        table.add_row(*_row(alike))
     return table
 
 
-def _row(route: RouteEstimate) -> tuple[str, ...]:
+def _row(alike: list[RouteEstimate]) -> tuple[str, ...]:
+    route = alike[0]
     return (
-        str(route.rollout_rank),
-        f"{route.sender} {route.sender_rank}",
-        f"policy {route.policy_rank}",
+        _ranks(each.rollout_rank for each in alike),
+        f"{route.sender} {_ranks(each.sender_rank for each in alike)}",
+        f"policy {_ranks(each.policy_rank for each in alike)}",
         route.engine,
         f"{route.tensors:,}",
+        f"{route.parts:,}",
         _size(route.payload_bytes),
         _size(route.padding_bytes),
+        _size(route.bucket_bytes),
         f"{route.buckets:,}",
         _size(route.last_bucket_bytes),
         f"{route.seconds:.3g}",
     )
 
 
+def _ranks(ranks: Iterable[int]) -> str:
+    """`0-7` for all of 0 to 7; `0-3,8` where some are missing."""
+    ranges: list[tuple[int, int]] = []
+    for rank in sorted(set(ranks)):
+        if ranges and ranges[-1][1] + 1 == rank:
+            ranges[-1] = (ranges[-1][0], rank)
+        else:
+            ranges.append((rank, rank))
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in ranges]
+    return ",".join(shown[:_SHOWN_RANGES] + ["..."] * (len(shown) > _SHOWN_RANGES))
+
+
+def _notes(options: PlanOptions, estimate: RefitEstimate) -> Iterable[str]:
+    yield "parts: whole tensors, and slices of those that a worker keeps a slice of"
+    yield "over: what `auto` takes, shm inside a host and nixl between hosts"
+    yield "last: how far the last bucket is filled; the others are full"
+    if any(route.bucket_bytes < estimate.bucket_bytes for route in estimate.routes):
+        yield "A policy worker divides its buckets among the different layouts that it sends."
+    if any(route.sent_whole for route in estimate.routes):
+        yield (
+            "Workers that relay to each other keep different experts, so they are all sent whole "
+            "tensors: do not relay."
+        )
+    elif not options.whole and len({route.shard for route in estimate.routes}) > 1:
+        yield (
+            "A first sync, in which the engines show what they keep, sends whole tensors: see "
+            "--whole."
+        )
+
+
 def _size(size_bytes: int) -> str:
     """Bytes in the largest unit of 1024 that leaves at least 1."""
     size, unit = float(size_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if size < 1024:
             break
         size, unit = size / 1024, larger
@@ -295,35 +360,39 @@ def _size(size_bytes: int) -> str:
 def _checked(result: Result[T, RefitErrorValue]) -> T:
     if not is_successful(result):
         error = result.failure()
-        raise PlanRefused(describe(error), error=error)
+        options = _OPTIONS.get(type(error))
+        if isinstance(error, e.BeyondPlanning):
+            options = _OPTIONS_OF_MOST.get(error.what)
+        remedy = "" if options is None else f"change {options}"
+        raise PlanRefused(describe(error), remedy=remedy, error=error)
     return result.unwrap()
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _memory_gib(text: str) -> float:
-    value = _above_zero(text)
-    if value * _GIB == float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} GiB are more bytes than can be counted")
-    return value
-
-
-def _gigabytes_per_s(text: str) -> float:
-    value = float(text)
-    if not _SLOWEST_GB_PER_S <= value <= _FASTEST_GB_PER_S:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= _LARGEST_SIZE:
         raise argparse.ArgumentTypeError(
-            f"{text} is not between {_SLOWEST_GB_PER_S:g} and {_FASTEST_GB_PER_S:g}"
+            f"{text[:20]!r} is no whole number from 1 to {_LARGEST_SIZE}"
         )
     return value
 
 
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+def _memory_gib(text: str) -> float:
+    return _number(text, _LEAST_MEMORY_GIB, _MOST_MEMORY_GIB)
+
+
+def _gigabytes_per_s(text: str) -> float:
+    return _number(text, _SLOWEST_GB_PER_S, _FASTEST_GB_PER_S)
+
+
+def _number(text: str, least: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not between {least:g} and {most:g}")
     return value
