@@ -178,3 +178,16 @@ def test_the_length_of_a_header_is_bounded() -> None:
     assert header_length((300).to_bytes(8, "little")).unwrap() == 300
     for wrong in (b"", b"\x02" + b"\0" * 6, (1).to_bytes(8, "little"), b"\xff" * 8):
         assert describe(header_length(wrong).failure())
+
+
+def test_the_configuration_of_a_language_model_inside_another_is_read() -> None:
+    inner = CONFIG | {"model_type": "llama4_text"}
+    outer = {"model_type": "llama4", "hidden_size": "of something else", "text_config": inner}
+    config = read_config(encoded(outer)).unwrap()
+    assert config == read_config(encoded(inner)).unwrap()
+    tied = read_config(encoded(outer | {"tie_word_embeddings": True})).unwrap()
+    assert tied == msgspec.structs.replace(config, tie_word_embeddings=True)
+    without = read_config(encoded(CONFIG | {"text_config": None})).unwrap()
+    assert without.model_type == CONFIG["model_type"]
+    error = read_config(encoded(outer | {"text_config": {}})).failure()
+    assert "model_type" in error.why

@@ -24,6 +24,7 @@ from rollsync.pure.refit import (
     place_tensor,
     plan_buckets,
 )
+from rollsync.pure.refit.buckets import StreamSize, measure_stream
 from rollsync.pure.refit.errors import (
     BucketSizeUnaligned,
     NegativeDimension,
@@ -253,3 +254,26 @@ def test_a_bucket_of_any_multiple_of_the_alignment_is_accepted() -> None:
 
 def test_the_alignment_is_a_multiple_of_every_element_size() -> None:
     assert ALIGNMENT_BYTES % math.lcm(*DTYPE_BYTES.values()) == 0
+
+
+@given(streams(), BUCKET_BYTES)
+@example(uint8(256, 0, 256), 256)
+@example(uint8(255, 257, 0, 768), 256)
+@example(uint8(1, 255, 256 * 5), 256)
+def test_a_stream_is_measured_as_it_is_planned(specs: list[TensorSpec], bucket_bytes: int) -> None:
+    plan = planned(specs, bucket_bytes)
+    assert measure_stream(specs, bucket_bytes).unwrap() == StreamSize(
+        payload_bytes=plan.payload_bytes,
+        moved_bytes=plan.moved_bytes,
+        buckets=len(plan.filled_bytes),
+        fullest_bucket_bytes=max(plan.filled_bytes, default=0),
+        last_bucket_bytes=plan.filled_bytes[-1] if specs else 0,
+        largest_bytes=max((spec.tensor_bytes for spec in specs), default=0),
+    )
+
+
+def test_a_stream_that_cannot_be_planned_is_not_measured() -> None:
+    twice = [*uint8(1), *uint8(1)]
+    for specs, bucket_bytes in ((twice, 256), (uint8(1), 255)):
+        error = plan_buckets(specs, bucket_bytes).failure()
+        assert measure_stream(specs, bucket_bytes).failure() == error

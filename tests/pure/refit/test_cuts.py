@@ -185,3 +185,28 @@ def test_halves_and_heads_that_do_not_divide_are_refused() -> None:
 )
 def test_the_name_of_a_fused_tensor_says_how_it_is_cut(name: str, cut: Cut | None) -> None:
     assert cut_of(name) is cut
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole"),
+    [
+        ("language_model.model.layers.0.self_attn.q_proj.weight", True),
+        ("model.layers.0.self_attn.k_proj.weight", True),
+        ("model.layers.0.self_attn.v_proj.weight", False),
+        ("model.layers.0.self_attn.k_proj.bias", False),
+        ("vision_model.model.layers.0.self_attn.q_proj.weight", False),
+    ],
+)
+def test_weights_whose_rows_are_reordered_for_all_heads_are_kept_whole(
+    name: str, is_whole: bool
+) -> None:
+    spec = TensorSpec(name, (8, 4), "int8")
+    for attention in (Attention(kv_heads=2), Attention(kv_heads=2, reorders_rows=True)):
+        kept_boxes = slices(spec, cutting_of(spec, {name: spec}, attention), 2, 1)
+        cut = not (is_whole and attention.reorders_rows)
+        assert kept_boxes == ((slice_of(spec, 0, 4, 4),) if cut else (whole(spec),))
+
+
+def test_what_has_no_columns_is_kept_whole() -> None:
+    scale = TensorSpec("model.layers.0.self_attn.o_proj.weight_scale", (8,), "float32")
+    assert sliced(scale, {scale.name: scale}, 0) == (whole(scale),)

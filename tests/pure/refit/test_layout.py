@@ -24,7 +24,9 @@ from rollsync.pure.refit.layout import (
     part_name,
     parts_of,
     plan_parts,
+    sent_bytes,
     slice_of,
+    union_elements,
     whole,
 )
 
@@ -93,6 +95,33 @@ def test_every_element_that_a_rank_keeps_is_sent_once_under_each_of_its_names(
     order = [spec.name for spec in specs]
     assert sources == sorted(sources, key=order.index)
     plan_buckets([part.spec for part in sent], 256).unwrap()
+
+
+@given(st.data())
+def test_the_bytes_that_are_sent_are_those_of_the_parts(data: st.DataObject) -> None:
+    specs = data.draw(tensors())
+    ranks = data.draw(st.lists(layouts(specs), max_size=3))
+    sizes = sent_bytes(specs, enumerate(ranks)).unwrap()
+    assert len(sizes) == len(ranks)
+    for layout, own in zip(ranks, sizes, strict=True):
+        parts: dict[str, list[int]] = {}
+        for part in plan_parts(specs, layout, rank=0).unwrap():
+            parts.setdefault(part.source, []).append(part.spec.tensor_bytes)
+        assert [list(each) for each in own] == list(parts.values())
+
+
+def test_a_layout_that_is_wrong_is_refused_with_the_rank_of_who_keeps_it() -> None:
+    spec = TensorSpec("t", (2,), "int8")
+    fine, stranger = Part("t", whole(spec)), Part("x", whole(spec))
+    error = sent_bytes([spec], [(4, [fine]), (7, [stranger])]).failure()
+    assert error == UnknownTensor(rank=7, tensor="x")
+
+
+@given(st.data())
+def test_the_elements_of_boxes_that_overlap_are_counted_once(data: st.DataObject) -> None:
+    spec = TensorSpec("t", tuple(data.draw(st.lists(st.integers(0, 4), max_size=3))), "int8")
+    some = data.draw(st.lists(boxes(spec), max_size=5))
+    assert union_elements(some) == len({each for box in some for each in elements_of(box)})
 
 
 @given(st.data())

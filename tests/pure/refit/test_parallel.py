@@ -7,12 +7,15 @@ from itertools import product
 
 import msgspec
 import pytest
+from returns.pipeline import is_successful
 
 from rollsync.pure.refit import TensorSpec, describe
 from rollsync.pure.refit.cuts import Attention, Cut, cut_of
 from rollsync.pure.refit.errors import (
+    BeyondPlanning,
     DimensionNotDivisible,
     ExpertGroupsUneven,
+    HeadsNotDivisible,
     SizeNotPositive,
     TooFewExperts,
     TooFewLayers,
@@ -289,6 +292,51 @@ def test_sizes_that_do_not_fit_are_refused(parallelism: Parallelism, error: obje
     refusal = plan_shards(specs, parallelism, Attention(kv_heads=2)).failure()
     assert refusal == error
     assert describe(refusal)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tensor", "fits"),
+    [
+        (8, 2, 2, True),
+        (8, 2, 4, True),
+        (8, 2, 3, False),
+        (12, 4, 6, False),
+        (12, 3, 6, True),
+        (8, None, 8, True),
+        (8, None, 16, False),
+        (None, None, 16, True),
+    ],
+)
+def test_ranks_have_whole_heads(
+    heads: int | None, kv_heads: int | None, tensor: int, fits: bool
+) -> None:
+    specs = [TensorSpec("model.layers.0.self_attn.q_proj.weight", (96 * 16, 4), "int8")]
+    parallelism = Parallelism(rollout_world_size=tensor, tensor_parallel=tensor)
+    attention = Attention(heads=heads, kv_heads=kv_heads)
+    result = plan_shards(specs, parallelism, attention)
+    assert is_successful(result) == fits
+    if not fits:
+        assert heads is not None
+        assert result.failure() == HeadsNotDivisible(
+            heads=heads, kv_heads=kv_heads or heads, tensor_parallel=tensor
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("layers.10000.up_proj.weight", "layers"),
+        (f"layers.{'9' * 5000}.up_proj.weight", "layers"),
+        ("layers.0.experts.100000.w1.weight", "experts"),
+    ],
+)
+def test_numbers_in_names_that_no_model_has(name: str, what: str) -> None:
+    spec = TensorSpec(name, (4, 4), "int8")
+    error = plan_shards([spec], Parallelism(rollout_world_size=1), Attention()).failure()
+    assert isinstance(error, BeyondPlanning)
+    assert error.what == what
+    padded = TensorSpec("layers.00000000000000000001.up_proj.weight", (4, 4), "int8")
+    plan_shards([padded], Parallelism(rollout_world_size=1), Attention()).unwrap()
 
 
 def test_key_and_value_heads_that_cannot_be_repeated_evenly() -> None:

@@ -35,6 +35,8 @@ def check_rules(table: RoutingTable) -> None:
         assert RolloutWorker(rank) not in path
         shares[path[0].rank] += 1
         assert rank in table.receivers_of(table.sender_to(rank))
+        assert table.origins[rank] == path[0].rank
+        assert table.heads[rank] == (path[1].rank if path[1:] else rank)
     fed = [share for share in shares if share]
     check_patience(table)
     starting = [table.routes_of(rank) for rank in range(table.train_world_size)]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -66,8 +69,9 @@ def test_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert document["estimate"]["parameters_bytes"] == 2 * QWEN3_235B_A22B.parameters
     assert document["estimate"]["idle_policy_ranks"] == list(range(16, 32))
     tensors = {route["tensors"] for route in routes_of(document)}
+    assert tensors == {36945 - 94 * 120 * 3}
     # A rank's rows of the embedding and of the output are large, and come in five parts each.
-    assert tensors == {36945 - 94 * 120 * 3 + 2 * 4}
+    assert {route["parts"] for route in routes_of(document)} == {36945 - 94 * 120 * 3 + 2 * 4}
 
 
 def test_experts_as_a_trainer_holds_them(
@@ -126,16 +130,37 @@ def test_the_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "131.42 GiB in 723 tensors" in lines["weights"]
     assert "model.embed_tokens.weight, 1.96 GiB, 0.24 buckets" in lines["largest tensor"]
     assert "8.00 GiB (0.1 of 80 GiB)" in lines["bucket"]
-    assert "16.00 GiB a worker, 144.00 GiB in all" in lines["memory reserved"]
-    # One worker sends the whole model, 141.1 GB at 25 GB/s.
+    assert "16.00 GiB a worker that sends, or reads" in lines["memory reserved"]
+    assert "144.00 GiB in all" in lines["memory reserved"]
+    assert "8 rollout (tensor-parallel 8)" in lines["workers"]
+    # One worker sends the whole model, 141.1 GB at 25 GB/s, in eight streams.
     assert "5.65 s" in lines["time of the links"]
-    assert lines["7"].split()[1:6] == ["policy", "0", "policy", "0", "nixl"]
+    row = ["0-7", "policy", "0", "policy", "0", "nixl", "723", "729", "16.43", "GiB", "0", "B"]
+    assert lines["0-7"].split()[:14] == [*row, "1.00", "GiB"]
+    assert "A policy worker divides its buckets among the different layouts" in out
+    assert "A first sync" in out
+
+
+def test_a_row_for_all_neighbours_that_are_sent_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path, QWEN2_5_0_5B))
+    assert main(["plan", config, "--rollout-world", "6", "--workers-per-host", "2"]) == 0
+    rows = [line.split()[:6] for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in rows if row[1:2] in (["policy"], ["rollout"])] == [
+        ["0", "policy", "0", "policy", "0", "nixl"],
+        ["1", "rollout", "0", "policy", "0", "shm"],
+        ["2", "rollout", "0", "policy", "0", "nixl"],
+        ["3", "rollout", "2", "policy", "0", "shm"],
+        ["4", "rollout", "2", "policy", "0", "nixl"],
+        ["5", "rollout", "4", "policy", "0", "shm"],
+    ]
 
 
 def test_long_tables_are_cut_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(write_config(tmp_path, QWEN2_5_0_5B))
-    assert main(["plan", config, "--rollout-world", "66"]) == 0
-    assert "... and 2 more; --json prints all" in capsys.readouterr().out
+    assert main(["plan", config, "--rollout-world", "66", "--workers-per-host", "2"]) == 0
+    assert "... and 2 more rows; --json prints all routes" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -238,9 +263,15 @@ def test_what_cannot_be_read_is_named(saved: Path, capsys: pytest.CaptureFixture
         (["--ratio", "1.5"], "update_weights_bucket_memory_ratio"),
         (["--memory-gib", "0.001"], "less than one MiB"),
         (["--rollout-world", "3", "--tp", "2"], "do not divide"),
-        (["--tp", "3"], "equal slices"),
+        (["--tp", "3"], "14 attention heads, and 2 of keys and values"),
+        (["--tp", "4"], "change --tp\n"),
+        (["--ep", "2"], "the model has no experts to share: leave it at 1"),
         (["--pp", "25"], "pipeline stages"),
-        (["--tp", "2", "--ep", "3"], "experts"),
+        (["--tp", "2", "--ep", "3"], "change --ep, --tp and --rollout-world"),
+        (["--tp", "2", "--ep", "4", "--rollout-world", "2"], "2 rollout workers of a pipeline"),
+        (["--rollout-world", "1000000"], "more than the 10,000 that a plan is made for"),
+        (["--train-world", "100000000"], "change --train-world"),
+        (["--tp", "100000", "--pp", "100000"], "10,000,000,000 rollout workers"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_words(
@@ -262,7 +293,8 @@ def test_an_unknown_model_type_is_refused(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--tp", "0"], ["--tp", "x"], ["--memory-gib", "-1"]]
+    [["--tp", "0"], ["--tp", "x"], ["--pp", "1e3"], ["--ep", "9" * 5000], ["--train-world", "-1"]]
+    + [["--memory-gib", memory] for memory in ("-1", "0", "nan", "inf", "1e303", "x")]
     + [["--link-gb-per-s", speed] for speed in ("inf", "nan", "0", "1e-320", "1e308")]
     + [["--host-gb-per-s", "1e-320"]],
 )
@@ -289,8 +321,69 @@ def test_no_torch_ray_or_vllm_is_imported(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_memory_beyond_any_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["plan", "model", "--memory-gib", "1e303"])
-    assert exit_info.value.code == 2
-    assert "more bytes than can be counted" in capsys.readouterr().err
+def write_weights(directory: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    """A file with the header of these tensors (dtype and shape), and no bytes behind it."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * (2 if dtype == "BF16" else 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    data = json.dumps(header).encode()
+    path = directory / "model.safetensors"
+    path.write_bytes(len(data).to_bytes(8, "little") + data)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "mentioned"),
+    [
+        ("q_proj.weight", "BF16", (2**61, 1), "4,611,686,018,427,387,904 bytes"),
+        ("q_proj.weight", "I8", (2**62, 1), "more than the 17,592,186,044,416 that"),
+        (f"layers.{'9' * 5000}.q_proj.weight", "I8", (8, 8), "layers are more than the 10,000"),
+        ("layers.0.experts.4294967296.w1.weight", "I8", (8, 8), "experts are more than"),
+    ],
+)
+def test_a_file_of_no_model_is_refused_at_once(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    mentioned: str,
+) -> None:
+    source = write_weights(tmp_path, {name: (dtype, shape)})
+    assert mentioned in refused(capsys, source, "--tp", "2")
+    assert mentioned in refused(capsys, source, "--fused-experts", "--whole")
+
+
+def test_a_large_tensor_is_planned_in_no_more_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_weights(tmp_path, {"o_proj.weight": ("I8", (2**20, 2**24))})
+    (route,) = routes_of(planned(capsys, source, "--memory-gib", "0.1"))
+    assert route["payload_bytes"] == 2**44
+    assert route["buckets"] == 2**44 // (1 << 20)
+
+
+def test_query_and_key_weights_that_a_loader_reorders_are_sent_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention = "language_model.model.layers.0.self_attn"
+    seeing = "vision_model.model.layers.0.self_attn"
+    source = write_weights(
+        tmp_path,
+        {f"{attention}.{each}_proj.weight": ("I8", (16, 8)) for each in "qkv"}
+        | {f"{seeing}.{each}_proj.weight": ("I8", (16, 8)) for each in "qkv"},
+    )
+    inner = msgspec.to_builtins(LLAMA_3_1_70B.config) | {"model_type": "llama4_text"}
+    outer = {"model_type": "llama4", "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    bytes_of = {route["payload_bytes"] for route in routes_of(planned(capsys, source, "--tp", "4"))}
+    assert bytes_of == {2 * 128 + 128 // 4 + 3 * 128 // 4}
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert "no regular file" in refused(capsys, str(tmp_path / "config.json"))
+    os.mkfifo(tmp_path / "x.safetensors")
+    assert "no regular file" in refused(capsys, str(tmp_path / "x.safetensors"))
+    assert "no regular file" in refused(capsys, "/dev/zero")

@@ -36,7 +36,7 @@ class _Entry(Struct, frozen=True):
 class _Outer(Struct, frozen=True):
     """A configuration that has that of its language model inside."""
 
-    text_config: msgspec.Raw | None = None
+    text_config: msgspec.Raw = msgspec.Raw(b"null")
     tie_word_embeddings: bool = False
 
 
@@ -56,7 +56,7 @@ def read_config(data: bytes) -> Result[HuggingFaceConfig, ConfigMalformed]:
     one inside, as those of models have that see or hear."""
     try:
         outer = _OUTER.decode(data)
-        if outer.text_config is None:
+        if bytes(outer.text_config) == b"null":
             return Success(_CONFIG.decode(data))
         inner = _CONFIG.decode(outer.text_config)
         tied = inner.tie_word_embeddings or outer.tie_word_embeddings

@@ -48,7 +48,9 @@ def describe(error: e.RefitErrorValue) -> str:
         return _workers(error)
     if isinstance(error, e.LayoutError | e.TooManyLayouts | e.OtherPartsRead):
         return _layout(error)
-    if isinstance(error, e.ParallelError | e.ShapesError):
+    if isinstance(error, e.ParallelError):
+        return _parallel(error)
+    if isinstance(error, e.UnknownArchitecture | e.ConfigMalformed | e.HeaderMalformed):
         return _model(error)
     return _lifecycle(error)
 
@@ -242,7 +244,7 @@ def _layout(error: e.LayoutError | e.TooManyLayouts | e.OtherPartsRead) -> str:
             assert_never(error)
 
 
-def _model(error: e.ParallelError | e.ShapesError) -> str:
+def _parallel(error: e.ParallelError) -> str:
     match error:
         case e.WorldNotDivisible():
             return (
@@ -292,6 +294,12 @@ def _model(error: e.ParallelError | e.ShapesError) -> str:
                 f"{error.size:,} {error.what} are more than the {error.most:,} that a plan is made "
                 f"for: {_PLAN_LESS[error.what]}"
             )
+        case _:
+            assert_never(error)
+
+
+def _model(error: e.UnknownArchitecture | e.ConfigMalformed | e.HeaderMalformed) -> str:
+    match error:
         case e.UnknownArchitecture():
             return (
                 f"the shapes of model type {error.model_type!r} are not known (known: "

@@ -12,7 +12,7 @@ Rule kept here: every figure follows from the same plans and routes that the eng
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
@@ -170,8 +170,7 @@ def estimate_refit(
     model = measure_stream(specs, bucket_bytes)
     if not is_successful(model):
         return Failure(model.failure())
-    ranks = [shards.shard_of_rank.index(shard) for shard in range(len(shards.layouts))]
-    sent = sent_bytes(specs, zip(ranks, shards.layouts, strict=True))
+    sent = _sent(specs, shards)
     if not is_successful(sent):
         return Failure(sent.failure())
     uncovered = check_coverage(specs, shards.layouts)
@@ -183,30 +182,12 @@ def estimate_refit(
     measured = _measured(specs, shards, sent.unwrap(), streams)
     if not is_successful(measured):
         return Failure(measured.failure())
-    sizes = [measured.unwrap()[stream] for stream in streams]
+    sizes = measured.unwrap()
     engines = [_engine(route, sites) for route in table.routes]
     seconds = _seconds([size.stream for size in sizes], table, engines, links)
-    origins = table.origins
-    routes = tuple(
-        RouteEstimate(
-            rollout_rank=rank,
-            sender="policy" if isinstance(route.sender, PolicyWorker) else "rollout",
-            sender_rank=route.sender.rank,
-            policy_rank=origins[rank],
-            shard=shards.shard_of_rank[rank],
-            engine=engines[rank],
-            tensors=size.tensors,
-            parts=size.parts,
-            sent_whole=stream.shard is None,
-            payload_bytes=size.stream.payload_bytes,
-            padding_bytes=size.stream.moved_bytes - size.stream.payload_bytes,
-            bucket_bytes=stream.bucket_bytes,
-            buckets=size.stream.buckets,
-            last_bucket_bytes=size.stream.last_bucket_bytes,
-            seconds=seconds[rank],
-        )
-        for rank, (route, stream, size) in enumerate(zip(table.routes, streams, sizes, strict=True))
-    )
+    placed = zip(table.routes, shards.shard_of_rank, streams, sizes, strict=True)
+    along = zip(placed, table.origins, engines, seconds, strict=True)
+    routes = tuple(_route(*each, origin, engine, done) for each, origin, engine, done in along)
     with_buffers = table.train_world_size - len(table.idle_policy_ranks) + engines.count("nixl")
     return Success(
         RefitEstimate(
@@ -217,12 +198,47 @@ def estimate_refit(
             reserved_bytes=with_buffers * BUCKETS_PER_WORKER * bucket_bytes,
             assembly_bytes_per_receiver=max(map(_assembly_bytes, streams, sizes)),
             largest=_largest(specs, bucket_bytes),
-            sent_bytes=sum(route.payload_bytes + route.padding_bytes for route in routes),
+            sent_bytes=sum(size.stream.moved_bytes for size in sizes),
             seconds=max(seconds),
             idle_policy_ranks=table.idle_policy_ranks,
             routes=routes,
         )
     )
+
+
+def _route(
+    route: Route,
+    shard: int,
+    stream: _Stream,
+    size: _Size,
+    origin: int,
+    engine: Engine,
+    seconds: float,
+) -> RouteEstimate:
+    return RouteEstimate(
+        rollout_rank=route.receiver.rank,
+        sender="policy" if isinstance(route.sender, PolicyWorker) else "rollout",
+        sender_rank=route.sender.rank,
+        policy_rank=origin,
+        shard=shard,
+        engine=engine,
+        tensors=size.tensors,
+        parts=size.parts,
+        sent_whole=stream.shard is None,
+        payload_bytes=size.stream.payload_bytes,
+        padding_bytes=size.stream.moved_bytes - size.stream.payload_bytes,
+        bucket_bytes=stream.bucket_bytes,
+        buckets=size.stream.buckets,
+        last_bucket_bytes=size.stream.last_bucket_bytes,
+        seconds=seconds,
+    )
+
+
+def _sent(
+    specs: Sequence[TensorSpec], shards: Shards
+) -> Result[tuple[SentBytes, ...], LayoutError]:
+    ranks = [shards.shard_of_rank.index(shard) for shard in range(len(shards.layouts))]
+    return sent_bytes(specs, zip(ranks, shards.layouts, strict=True))
 
 
 def _streams(
@@ -257,8 +273,8 @@ def _measured(
     specs: Sequence[TensorSpec],
     shards: Shards,
     sent: Sequence[SentBytes],
-    streams: Iterable[_Stream],
-) -> Result[dict[_Stream, _Size], PlanError | LayoutError]:
+    streams: Sequence[_Stream],
+) -> Result[list[_Size], PlanError | LayoutError]:
     """How large each stream is. It is planned once for all layouts that are sent alike."""
     sizes: dict[_Stream, _Size] = {}
     size_of: dict[tuple[SentBytes | None, int], _Size] = {}
@@ -276,7 +292,7 @@ def _measured(
             size = _Size(tensors, len(planned.unwrap()), measured.unwrap())
             size_of[alike, stream.bucket_bytes] = size
         sizes[stream] = size
-    return Success(sizes)
+    return Success([sizes[stream] for stream in streams])
 
 
 def _sent_specs(

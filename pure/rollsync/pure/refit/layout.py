@@ -15,7 +15,6 @@ Rules kept here:
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -214,11 +213,7 @@ _Kept = list[tuple[TensorSpec, dict[Box, list[str]]]]
 
 
 def _by_name(specs: Sequence[TensorSpec]) -> _ByName:
-    return {
-        name: (index, spec)
-        for index, spec in enumerate(specs)
-        for name in spec.names
-    }
+    return {name: (index, spec) for index, spec in enumerate(specs) for name in spec.names}
 
 
 def _kept(by_name: _ByName, layout: Iterable[Part], rank: int) -> Result[_Kept, LayoutError]:
@@ -271,15 +266,25 @@ def union_elements(boxes: Sequence[Box]) -> int:
         return sum(box.elements for box in boxes)
     if not boxes[0].starts:
         return 1
-    cuts = sorted({edge for box in boxes for edge in _edges(box)})
-    elements = 0
-    for low, high in itertools.pairwise(cuts):
-        inner = {
-            Box(box.starts[1:], box.sizes[1:])
-            for box in boxes
-            if box.starts[0] <= low and high <= box.starts[0] + box.sizes[0]
-        }
-        elements += (high - low) * union_elements(list(inner))
+    begins: dict[int, list[Box]] = {}
+    ends: dict[int, list[Box]] = {}
+    for box in boxes:
+        inner = Box(box.starts[1:], box.sizes[1:])
+        begins.setdefault(box.starts[0], []).append(inner)
+        ends.setdefault(box.starts[0] + box.sizes[0], []).append(inner)
+    # Between two edges the same boxes lie; one edge after the other, they change.
+    there: dict[Box, int] = {}
+    elements = last = 0
+    for edge in sorted(begins.keys() | ends.keys()):
+        if there:
+            elements += (edge - last) * union_elements(list(there))
+        last = edge
+        for inner in begins.get(edge, ()):
+            there[inner] = there.get(inner, 0) + 1
+        for inner in ends.get(edge, ()):
+            there[inner] -= 1
+            if not there[inner]:
+                del there[inner]
     return elements
 
 
@@ -315,10 +320,6 @@ def _along(box: Box, dimension: int, start: int, size: int) -> Box:
     starts, sizes = list(box.starts), list(box.sizes)
     starts[dimension], sizes[dimension] = start, size
     return Box(tuple(starts), tuple(sizes))
-
-
-def _edges(box: Box) -> tuple[int, int]:
-    return box.starts[0], box.starts[0] + box.sizes[0]
 
 
 def _in_order(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:

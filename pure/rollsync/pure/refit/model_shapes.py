@@ -123,8 +123,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
 
 _REORDERS_ROWS: Final = frozenset({"llama4", "llama4_text"})
 """Model types whose loader reorders the rows of query and key weights (read in vLLM 0.32)."""
-_MOST_OF_A_LAYER: Final = 8
-"""Norms and a dense block at most, with biases."""
+_MOST_OF_A_DENSE_LAYER: Final = 18
+_TENSORS_OF_AN_EXPERT: Final = 3
 
 _Named = list[tuple[str, tuple[int, ...]]]
 """Tensors of one block of a layer: names inside the block, and shapes."""
@@ -147,16 +147,19 @@ def model_tensors(config: HuggingFaceConfig) -> Result[tuple[TensorSpec, ...], S
         if architecture.latent_attention
         else _grouped_attention(config, architecture)
     )
+    sparse = _layers_with_experts(config, architecture)
+    too_many = beyond(
+        "tensors",
+        config.num_hidden_layers * _MOST_OF_A_DENSE_LAYER
+        + len(sparse) * (_expert_count(config) or 0) * _TENSORS_OF_AN_EXPERT,
+    )
+    if too_many is not None:
+        return Failure(too_many)
     experts = [] if architecture.experts is None else _experts(config, architecture.experts)
     if isinstance(attention, ConfigMalformed):
         return Failure(attention)
     if isinstance(experts, ConfigMalformed):
         return Failure(experts)
-    sparse = _layers_with_experts(config, architecture)
-    count = config.num_hidden_layers * (_MOST_OF_A_LAYER + len(attention))
-    too_many = beyond("tensors", count + len(sparse) * len(experts))
-    if too_many is not None:
-        return Failure(too_many)
     layers = [
         TensorSpec(name, shape, "float32" if name.endswith("correction_bias") else dtype)
         for index in range(config.num_hidden_layers)
@@ -284,9 +287,13 @@ def _layers_with_experts(config: HuggingFaceConfig, architecture: Architecture) 
     return frozenset(sparse.difference(config.mlp_only_layers or ()))
 
 
+def _expert_count(config: HuggingFaceConfig) -> int | None:
+    return config.num_experts or config.num_local_experts or config.n_routed_experts
+
+
 def _experts(config: HuggingFaceConfig, names: ExpertNames) -> _Named | ConfigMalformed:
     hidden = config.hidden_size
-    count = config.num_experts or config.num_local_experts or config.n_routed_experts
+    count = _expert_count(config)
     if count is None:
         needed = "num_experts, num_local_experts or n_routed_experts"
         return ConfigMalformed(why=f"model type {config.model_type!r} needs {needed}")

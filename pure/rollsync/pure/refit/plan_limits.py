@@ -21,9 +21,9 @@ MOST: Final[dict[Planned, int]] = {
     "rollout workers": 10_000,
     "layers": 10_000,
     "experts": 100_000,
-    "tensors": 500_000,
+    "tensors": 200_000,
     "bytes": 16 * 1024**4,
-    "parts": 1_000_000,
+    "parts": 500_000,
 }
 """Of a side, of a model, of a layer (experts), and of all layouts together (parts)."""
 

@@ -125,6 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     worlds.add_argument(
         "--shared-hosts", action="store_true", help="both sides count on the same hosts"
     )
+    _add_limits(parser)
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """What the workers have: memory and links."""
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--ratio",
@@ -147,7 +153,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_gigabytes_per_s,
         help="GB/s inside a host (default: as between hosts)",
     )
-    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
