@@ -5,6 +5,7 @@ The halves are the real ones, in one process; only vLLM's engine between them is
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,19 +46,21 @@ class Update:
 
 
 class Client:
-    """vLLM's calls, answered by one worker here; a call in `refused` fails."""
+    """vLLM's calls, answered by one worker here; a call in `refused` fails, and one in `halted`
+    does not end."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: int = 0) -> None:
         from rollsync.shell.refit.vllm_transfer import RollsyncWeightTransferEngine
 
         self.kept: dict[str, torch.Tensor] = {}
         self.refused: set[str] = set()
+        self.halted: set[str] = set()
         self.version: str | None = None
 
         self.worker: Any = RollsyncWeightTransferEngine(
             SimpleNamespace(),  # type: ignore[arg-type]
             SimpleNamespace(  # type: ignore[arg-type]
-                parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1),
+                parallel_config=SimpleNamespace(data_parallel_index=place, world_size=1),
                 model_config=None,
             ),
             torch.device("cpu"),
@@ -72,6 +75,7 @@ class Client:
         self.worker.init_transfer_engine(self.worker.parse_init_info(init_info))
 
     def start_weight_update(self) -> None:
+        self._check("start")
         self.worker.start_weight_update()
 
     def update_weights(self, update_info: Any) -> None:
@@ -79,12 +83,39 @@ class Client:
         self.worker.receive_weights(self.worker.parse_update_info(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._check("finish")
         self.worker.finish_weight_update()
         self.version = weight_version
 
     def _check(self, call: str) -> None:
         if call in self.refused:
             raise ValueError(f"no {call} today")
+        if call in self.halted:
+            threading.Event().wait()
+
+
+class Both:
+    """vLLM's client of two engines, each of which is at it at the same time."""
+
+    def __init__(self, clients: list[Client]) -> None:
+        self.clients = clients
+        self._pool = ThreadPoolExecutor(2)
+
+    def _each(self, call: Callable[[Client], object]) -> None:
+        for done in [self._pool.submit(call, client) for client in self.clients]:
+            done.result()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._each(lambda client: client.init_weight_transfer_engine(init_info))
+
+    def start_weight_update(self) -> None:
+        self._each(Client.start_weight_update)
+
+    def update_weights(self, update_info: Any) -> None:
+        self._each(lambda client: client.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._each(lambda client: client.finish_weight_update(weight_version))
 
 
 @pytest.fixture
@@ -112,7 +143,7 @@ def source(declared: list[Any], before: Callable[[], object] = lambda: None) -> 
     return Source()
 
 
-def connected(client: Client, weights: Any) -> Any:
+def connected(client: Any, weights: Any, **options: Any) -> Any:
     from rollsync.shell.refit.vllm_transfer_trainer import (
         RollsyncTrainerInitInfo,
         RollsyncTrainerWeightTransferEngine,
@@ -120,7 +151,14 @@ def connected(client: Client, weights: Any) -> Any:
 
     return RollsyncTrainerWeightTransferEngine.trainer_init(
         RollsyncTrainerInitInfo(
-            rank=0, engine="shm", bucket_size_bytes=8192, rollout_world_size=1, timeout_s=250
+            **{
+                "rank": 0,
+                "engine": "shm",
+                "bucket_size_bytes": 8192,
+                "rollout_world_size": 1,
+                "timeout_s": 250,
+                **options,
+            }
         ),
         client=client,
         source=weights,
@@ -205,3 +243,90 @@ def test_a_weight_that_was_not_declared_is_refused_by_name(
         trainer.send_weights()
     assert client.version is None
     trainer.shutdown()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.mark.timeout(60)
+def test_all_trainer_workers_hear_of_an_update_that_only_the_first_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    engines = Both([Client(0), Client(1)])
+    meeting = {"port": free_port(), "secret": "5ec2e7", "train_world_size": 2}
+    options = {**meeting, "rollout_world_size": 2}
+    with ThreadPoolExecutor(2) as workers:
+
+        def each(work: Callable[[int], Any]) -> list[Any]:
+            return [done.result() for done in [workers.submit(work, rank) for rank in (0, 1)]]
+
+        def send(rank: int) -> Exception | None:
+            try:
+                trainers[rank].send_weights(4)
+            except RefitError as error:
+                return error
+            return None
+
+        trainers = each(
+            lambda rank: connected(engines, source(list(WEIGHTS)), rank=rank, **options)
+        )
+        for client in engines.clients:
+            client.refused = {"update"}
+        first, second = each(send)
+        assert isinstance(first.__cause__, ValueError)
+        assert "trainer rank 0 has given this update up" in str(second)
+        assert "no update today" in str(second)
+        for client in engines.clients:
+            client.refused = set()
+        assert each(send) == [None, None]
+        for client in engines.clients:
+            assert list(client.kept) == list(WEIGHTS)
+            client.worker.shutdown()
+        for trainer in trainers:
+            trainer.shutdown()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("call", ["start", "update", "finish"])
+def test_an_engine_that_is_halted_is_not_waited_for_for_ever(client: Client, call: str) -> None:
+    trainer = connected(
+        client, source(list(WEIGHTS)), timeout_s=5.0, engine_kwargs={"refit_timeout_s": 0.3}
+    )
+    client.halted = {call}
+    trainer._timeout_s = 0.3
+    with pytest.raises(RefitError, match=r"not ended start_|said nothing for|not ended finish_"):
+        trainer.send_weights()
+    trainer.shutdown()
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_that_is_halted_when_it_is_to_join_is_not_either(client: Client) -> None:
+    client.halted = {"init"}
+    with pytest.raises(RefitError, match=r"worker 1 of 2 .* within 0.3 s"):
+        connected(client, source(list(WEIGHTS)), timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"timeout_s": 0}, "timeout_s is 0: give a positive number"),
+        ({"timeout_s": float("inf")}, "timeout_s is inf: give a positive number"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan: give a positive number"),
+        ({"engine_kwargs": {"refit_timeout_s": -1}}, "refit_timeout_s is -1: give a positive"),
+        ({"bucket_size_bytes": 0}, "bucket_size_bytes is 0 .*at least 1"),
+        ({"rollout_world_size": 0}, "rollout_world_size is 0 .*at least 1"),
+        ({"train_world_size": 0}, "train_world_size is 0 .*at least 1"),
+        ({"rank": 1}, "rank is 1 .*from 0 to 0"),
+        ({"port": 70_000}, "port is 70000 .*from 0 to 65535"),
+    ],
+)
+def test_a_number_that_is_of_no_use_is_refused_by_its_name(
+    client: Client, wrong: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RefitConfigurationError, match=words):
+        connected(client, source(list(WEIGHTS)), **wrong)

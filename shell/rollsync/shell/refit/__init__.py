@@ -15,7 +15,7 @@ groups of Ray actors in `worker_group`. The other modules:
   workers), `vllm_loader` and `torch_update` (how a model takes its weights), `vllm_calls` (its
   requests), `step_answers` (what ranks answer);
 - vLLM's own weight transfer with rollsync behind it: `vllm_plugin`, `vllm_transfer`,
-  `vllm_transfer_trainer`, `rendezvous`;
+  `vllm_transfer_trainer`, `rendezvous`, `beside` (calls that may never return);
 - both: `engines` (transports), `engine_slot`, `host_memory`.
 """
 

@@ -123,8 +123,8 @@ async def _send(
         sending.cancel()
         await asyncio.wait({sending})
     raise RefitError(
-        f"the engines refused the weights: {type(failure).__name__}: {failure}",
-        remedy="put right what they refuse, and send again",
+        f"the weights are not taken: {type(failure).__name__}: {failure}",
+        remedy="put right what this names, and send again",
     ) from failure
 
 

@@ -1,7 +1,8 @@
 """Exchanges metadata among all workers of a refit where nobody carries it: vLLM's native backend.
 
 Rule kept here: what another worker says counts only with the run's secret, is plain data, and is
-waited for no longer than the deadline.
+waited for no longer than the deadline; and since the store's own calls wait for ever for a keeper
+that is halted, whoever makes one can do without its return.
 """
 
 import datetime
@@ -9,16 +10,21 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable
-from typing import Final
+from concurrent.futures import Future
+from typing import Final, TypeVar
 
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
+from rollsync.shell.refit.beside import answered_in, begun
 from rollsync.shell.refit.errors import RefitError
 
+_T = TypeVar("_T")
 _SEAL_BYTES = hashlib.sha256().digest_size
 _LOOK_EVERY_S: Final = 0.02
+_LAST_WORDS_S: Final = 2.0
+"""How long the meeting itself may take to say that it has failed, which says more."""
 
 
 class Rendezvous:
@@ -38,14 +44,17 @@ class Rendezvous:
         self._secret = secret
         self._keeper = keeper
         self._timeout_s = timeout_s
-        try:
-            self._store = TCPStore(
+        opened = begun(
+            lambda: TCPStore(
                 host,
                 port,
                 is_master=keeper,
                 timeout=datetime.timedelta(seconds=timeout_s),
                 wait_for_workers=False,
             )
+        )
+        try:
+            self._store = self._in_time(opened)
         except DistError as error:
             raise RefitError(
                 f"the rendezvous at {host}:{port} cannot be "
@@ -74,9 +83,43 @@ class Rendezvous:
                 wait.
 
         Raises:
-            RefitError: when a worker did not come in time, the keeper ended, or somebody without
-                the secret answered in a worker's place.
+            RefitError: when a worker did not come in time, the keeper ended or does not answer, or
+                somebody without the secret answered in a worker's place.
         """
+        return self._in_time(begun(lambda: self._exchange(worker, workers, metadata, meanwhile)))
+
+    def tell_failure(self, update: int, why: str) -> None:
+        """Leaves word, as the keeper, that an update has failed."""
+        body = why.encode()
+        self._store.set(_key_failed(update), (self._seal_failed(update, body) + body).hex())
+
+    def failure_of(self, update: int) -> str | None:
+        """Why an update has failed, if the keeper has left word of that. May never return.
+
+        Raises:
+            DistError: the keeper is gone.
+        """
+        if not self._store.check([_key_failed(update)]):
+            return None
+        seal, body = _parted(self._store.get(_key_failed(update)))
+        genuine = hmac.compare_digest(seal, self._seal_failed(update, body))
+        return body.decode() if genuine else None
+
+    def _in_time(self, answer: Future[_T]) -> _T:
+        return answered_in(
+            self._timeout_s + _LAST_WORDS_S,
+            answer,
+            who="trainer rank 0, who keeps the rendezvous, has not answered",
+            setting="timeout_s",
+        )
+
+    def _exchange(
+        self,
+        worker: int,
+        workers: int,
+        metadata: object,
+        meanwhile: Callable[[], None] | None,
+    ) -> list[object]:
         body = msgspec.msgpack.encode(metadata)
         waiting = _Waiting(self._store, workers, self._timeout_s, meanwhile)
         try:
@@ -98,8 +141,7 @@ class Rendezvous:
         return answers
 
     def _opened(self, worker: int, sealed: bytes) -> object:
-        answer = _from_hex(sealed)
-        seal, body = answer[:_SEAL_BYTES], answer[_SEAL_BYTES:]
+        seal, body = _parted(sealed)
         if not hmac.compare_digest(seal, self._seal(worker, body)):
             raise RefitError(
                 f"the metadata of worker {worker} does not carry the run's secret",
@@ -109,6 +151,9 @@ class Rendezvous:
 
     def _seal(self, worker: int, body: bytes) -> bytes:
         return hmac.digest(self._secret, worker.to_bytes(4, "big") + body, "sha256")
+
+    def _seal_failed(self, update: int, body: bytes) -> bytes:
+        return hmac.digest(self._secret, f"{_key_failed(update)}: ".encode() + body, "sha256")
 
 
 class _Waiting:
@@ -153,9 +198,15 @@ def _key_read(worker: int) -> str:
     return f"worker {worker} has read"
 
 
-def _from_hex(answer: bytes) -> bytes:
-    """What was left; nothing, which no seal fits, when a stranger left something else."""
+def _key_failed(update: int) -> str:
+    return f"update {update} has failed"
+
+
+def _parted(sealed: bytes) -> tuple[bytes, bytes]:
+    """The seal, and what was left under it; nothing, which no seal fits, when a stranger left
+    something else."""
     try:
-        return bytes.fromhex(answer.decode("ascii"))
+        left = bytes.fromhex(sealed.decode("ascii"))
     except ValueError:
-        return b""
+        left = b""
+    return left[:_SEAL_BYTES], left[_SEAL_BYTES:]

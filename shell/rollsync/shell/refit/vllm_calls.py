@@ -7,7 +7,6 @@ engine's processes do, which vLLM's own would wait for.
 
 import asyncio
 import concurrent.futures
-import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -21,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import MPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollsync.shell.refit.beside import begun
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.generation import Completion, SamplingSettings
 from rollsync.shell.refit.vllm_loader import check_vllm_version
@@ -70,16 +70,7 @@ def answered_by(llm: LLM, call: Callable[[], _T]) -> _T:
     if not isinstance(core, MPClient):
         # It is in this process.
         return call()
-    answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    # A daemon, as it stays for ever where vLLM does.
-    threading.Thread(target=ask, daemon=True).start()
+    answer = begun(call)
     while not concurrent.futures.wait([answer], timeout=LOOK_S).done:
         if core.resources.engine_dead:
             raise EngineDeadError

@@ -1,21 +1,24 @@
 """The trainer's half of rollsync as vLLM's own weight-transfer backend.
 
-Rules kept here: the engines are told over vLLM's client, the weights move beside it, and an error
-of either side reaches the caller of `send_weights`, within seconds where the other side would wait
-for it in vain; and what a source's `metadata()` says will come
-is what both sides hold each stream to, so that they disagree before the first weight if they do,
-and a rank of several is sent no more than it keeps.
+Rules kept here: the engines are told over vLLM's client, which is waited for with a deadline, and
+the weights move beside it; an error of either side reaches the callers of `send_weights`, within
+seconds where they would wait for the other side in vain; and what a source's `metadata()` says will
+come is what both sides hold each stream to, so that they disagree before the first weight if they
+do, and a rank of several is sent no more than it keeps.
 """
 
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from functools import partial
+from typing import ClassVar, Final, Self
 
 import msgspec
 import torch
+from torch.distributed import DistError
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -25,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.patience import parse_timeout, refit_timeout
+from rollsync.shell.refit.beside import answered_in, begun
 from rollsync.shell.refit.errors import (
     RefitConfigurationError,
     RefitError,
@@ -34,6 +38,8 @@ from rollsync.shell.refit.errors import (
 from rollsync.shell.refit.refit_sender import RefitSender
 from rollsync.shell.refit.rendezvous import Rendezvous
 from rollsync.shell.refit.weights import dtype_name
+
+_LISTEN_EVERY_S: Final = 0.2
 
 
 @dataclass
@@ -49,7 +55,7 @@ class RollsyncTrainerInitInfo(TrainerInitInfo):
         host: address of trainer rank 0, as all workers reach it.
         port: its port; 0 chooses one, which only a trainer of one worker can use.
         secret: the run's, in hexadecimal; empty makes one, likewise.
-        timeout_s: how long the rendezvous may take.
+        timeout_s: how long the rendezvous may take, and each call of the engines beside a stream.
     """
 
     backend: ClassVar[str] = "rollsync"
@@ -101,12 +107,17 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
         source: WeightSource,
         sender: RefitSender,
         declared: Sequence[TensorSpec],
-        is_sender: bool,
+        init_info: RollsyncTrainerInitInfo,
+        rendezvous: Rendezvous,
     ) -> None:
-        super().__init__(client=client, source=source, is_sender=is_sender)
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._weights = source
         self._sender = sender
         self._declared = frozenset(spec.name for spec in declared)
+        self._timeout_s = init_info.timeout_s
+        # Where the first worker leaves word for the others; where there are none, its port is free.
+        self._word = rendezvous if init_info.train_world_size > 1 else None
+        self._updates = 0
         self._sent = 0
         self._sending = threading.Lock()
 
@@ -141,25 +152,25 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
         # What this side refuses itself, it refuses before an engine waits for it.
         sender.init(init_info.engine, init_info.bucket_size_bytes, init_info.engine_kwargs)
         prepared = sender.prepare()
+        told: Future[None] | None = None
         try:
-            with ThreadPoolExecutor(1) as beside:
-                told: Future[None] | None = None
-                if init_info.is_sender:
-                    message = _worker_init_info(init_info, rendezvous.port, declared)
-                    told = beside.submit(client.init_weight_transfer_engine, message)
-                metadata = rendezvous.exchange(
-                    init_info.rank,
-                    init_info.train_world_size + init_info.rollout_world_size,
-                    prepared,
-                    meanwhile=lambda: _check_accepted(told),
-                )
-                sender.declare(declared)
-                sender.init_process_group(
-                    metadata=metadata,
-                    train_world_size=init_info.train_world_size,
-                    rollout_world_size=init_info.rollout_world_size,
-                )
-            _check_accepted(told)
+            if init_info.is_sender:
+                message = _worker_init_info(init_info, rendezvous.port, declared)
+                told = begun(partial(client.init_weight_transfer_engine, message))
+            metadata = rendezvous.exchange(
+                init_info.rank,
+                init_info.train_world_size + init_info.rollout_world_size,
+                prepared,
+                meanwhile=lambda: _check_accepted(told),
+            )
+            sender.declare(declared)
+            sender.init_process_group(
+                metadata=metadata,
+                train_world_size=init_info.train_world_size,
+                rollout_world_size=init_info.rollout_world_size,
+            )
+            if told is not None:
+                _joined(told, init_info.timeout_s)
         except BaseException:
             sender.finalize()
             raise
@@ -168,7 +179,8 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
             source=source,
             sender=sender,
             declared=declared,
-            is_sender=init_info.is_sender,
+            init_info=init_info,
+            rendezvous=rendezvous,
         )
 
     def send_weights(self, weight_version: int | None = None) -> None:
@@ -194,18 +206,65 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
 
     def _send(self, weight_version: int | None) -> None:
         version = self._sent if weight_version is None else weight_version
-        if not self.is_sender:
-            self._sender.send(self._as_declared(), weight_version=lambda: version)
+        self._updates += 1
+        if self.is_sender:
+            try:
+                self._update(version)
+            except BaseException as error:
+                self._tell_others(error)
+                raise
         else:
-            self.client.start_weight_update()
-            with ThreadPoolExecutor(1) as beside:
-                received = beside.submit(self.client.update_weights, {})
-                self._sender.send(
-                    self._as_declared(), weight_version=lambda: version, receiving=received
-                )
-                received.result()
-            self.client.finish_weight_update(weight_version=str(version))
+            self._send_beside_the_first(version)
         self._sent = version + 1
+
+    def _update(self, version: int) -> None:
+        """The first worker's part: its own stream, and the engines' calls."""
+        self._call("start_weight_update", self.client.start_weight_update)
+        received = begun(partial(self.client.update_weights, {}))
+        try:
+            self._stream(version, received)
+        except BaseException as error:
+            self._tell_others(error)
+            # Nothing may be asked of the engines while they are at it, if they end it at all.
+            wait([received], timeout=self._timeout_s)
+            raise
+        _ended("update_weights", received, self._timeout_s)
+        finish = partial(self.client.finish_weight_update, weight_version=str(version))
+        self._call("finish_weight_update", finish)
+
+    def _send_beside_the_first(self, version: int) -> None:
+        ended = threading.Event()
+        try:
+            self._stream(version, begun(partial(self._listen, self._updates, ended)))
+        finally:
+            ended.set()
+
+    def _stream(self, version: int, receiving: Future[None]) -> None:
+        self._sender.send(self._as_declared(), weight_version=lambda: version, receiving=receiving)
+
+    def _call(self, name: str, call: Callable[[], None]) -> None:
+        _ended(name, begun(call), self._timeout_s)
+
+    def _tell_others(self, error: BaseException) -> None:
+        if self._word is not None:
+            with suppress(DistError):
+                self._word.tell_failure(self._updates, f"{type(error).__name__}: {error}")
+
+    def _listen(self, update: int, ended: threading.Event) -> None:
+        """Wait until this worker's stream has ended.
+
+        Raises:
+            RefitError: the first worker says that the update has failed.
+        """
+        # A first worker that is gone may have had what it wanted.
+        with suppress(DistError):
+            while not ended.wait(_LISTEN_EVERY_S):
+                why = None if self._word is None else self._word.failure_of(update)
+                if why is not None:
+                    raise RefitError(
+                        f"trainer rank 0 has given this update up: {why}",
+                        remedy="see what it says there",
+                    )
 
     def _as_declared(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The source's weights, none of which may be one that it did not declare."""
@@ -219,7 +278,8 @@ class RollsyncTrainerWeightTransferEngine(TrainerWeightTransferEngine[RollsyncTr
             yield name, tensor
 
     def shutdown(self) -> None:
-        """Gives back what the checkpoint engine reserved."""
+        """Gives back what the checkpoint engine reserved, and the rendezvous' port."""
+        self._word = None
         self._sender.finalize()
 
 
@@ -245,6 +305,18 @@ def _spec(name: object, shape: tuple[object, ...], dtype: str) -> TensorSpec:
             f" tensor: {error}",
             remedy="answer names as strings, and shapes as integers",
         ) from error
+
+
+def _joined(told: Future[None], timeout_s: float) -> None:
+    """Waits until the engines have joined."""
+    wait([told], timeout=timeout_s)
+    _check_accepted(told)
+    _ended("init_weight_transfer_engine", told, timeout_s)
+
+
+def _ended(name: str, answer: Future[None], timeout_s: float) -> None:
+    """Waits for the end of a call of the engines."""
+    answered_in(timeout_s, answer, who=f"the engines have not ended {name}", setting="timeout_s")
 
 
 def _check_accepted(told: Future[None] | None) -> None:
