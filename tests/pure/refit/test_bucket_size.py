@@ -114,7 +114,7 @@ def test_workers_of_a_host_share_what_the_container_may_use(
 
 
 def test_the_memory_of_all_ranks_of_a_side_is_read_and_anything_else_named() -> None:
-    assert reported_memory("rollout", [[1, 2], 3, (4.0,)]).unwrap() == (1, 2, 3, 4)
+    assert reported_memory("rollout", [[1, 2], 3, [4.0]]).unwrap() == (1, 2, 3, 4)
     error = reported_memory("policy", [1, {"bytes": 2}]).failure()
     assert error == MemoryNotANumber(side="policy", reported="{'bytes': 2}")
     assert "policy worker reported its total memory as {'bytes': 2}" in describe(error)
