@@ -19,6 +19,7 @@ from rollsync.pure.refit.patience import (
     limit_of,
     parse_timeout,
     refit_timeout,
+    wait_s,
 )
 
 SECONDS = st.floats(min_value=1e-3, max_value=1e6)
@@ -71,3 +72,12 @@ def test_every_step_has_a_limit(
         assert limit.until_s == (began_s + after_s if late else began_s) + waited_s
         assert bool(limit.since) == late
         assert limit.setting.startswith("refit_timeout_s" if streaming else "step_timeout_s")
+
+
+@given(SECONDS, st.integers(0, 8))
+def test_each_step_is_a_second_longer_and_never_more_than_a_tenth(
+    refit_timeout_s: float, steps: int
+) -> None:
+    assert wait_s(refit_timeout_s, 0) == refit_timeout_s
+    longer_s = wait_s(refit_timeout_s, steps) - refit_timeout_s
+    assert longer_s == pytest.approx(steps * min(1.0, refit_timeout_s / 10), rel=1e-3, abs=1e-6)

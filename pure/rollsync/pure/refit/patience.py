@@ -30,6 +30,9 @@ LONGEST_TIMEOUT_S: Final = 1e9
 WAITS_OF_A_STREAM: Final = 12
 """How many times `refit_timeout_s` a whole stream may take."""
 
+LONGEST_STEP_S: Final = 1.0
+"""How much longer one is waited for that may be waiting for another; at most a tenth of a wait."""
+
 REFIT_TIMEOUT: Final = "refit_timeout_s"
 """The name of that setting in a backend's options."""
 
@@ -113,3 +116,14 @@ def limit_of(
     # No stream is under way any more: what is left to do is short.
     since = " after all workers of the other side had"
     return Limit(side_done_s + step_timeout_s, step_timeout_s, since, STEP_TIMEOUT)
+
+
+def wait_s(refit_timeout_s: float, steps: int) -> float:
+    """How long one end of a stream waits for a worker, which may be waiting for another.
+
+    Args:
+        refit_timeout_s: for one that waits for nobody else.
+        steps: by how many it is waited for longer, as a `RoutingTable` has it (its
+            `patience_with_receiver` and `patience_with_sender`).
+    """
+    return refit_timeout_s + steps * min(LONGEST_STEP_S, refit_timeout_s / 10)

@@ -20,6 +20,7 @@ from rollsync.pure.refit import (
     RoutingTable,
     choose_engine,
 )
+from rollsync.pure.refit.patience import DEFAULT_REFIT_TIMEOUT_S
 from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener, listen_at
 from rollsync.shell.refit.engines.base import RoutingEngine
@@ -34,7 +35,6 @@ from rollsync.shell.refit.engines.nixl_memory import RegisteredBuffers
 from rollsync.shell.refit.engines.process_memory import process_memory
 from rollsync.shell.refit.engines.staged import (
     BUFFERS,
-    DEFAULT_TIMEOUT_S,
     StagedEngine,
 )
 
@@ -73,7 +73,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         backend_init_params: Mapping[str, object] | None = None,
         bind_address: str | None = None,
         preinit: bool = False,
-        refit_timeout_s: float = DEFAULT_TIMEOUT_S,
+        refit_timeout_s: float = DEFAULT_REFIT_TIMEOUT_S,
         checksum: bool = True,
         direct: bool = False,
         large_pages: bool = True,

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 
 from rollsync.pure.refit import EngineChoice, PolicyWorker, RoutingTable
+from rollsync.pure.refit.patience import DEFAULT_REFIT_TIMEOUT_S
 from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener, listen_at
 from rollsync.shell.refit.engines.base import RoutingEngine
@@ -25,7 +26,7 @@ from rollsync.shell.refit.engines.nixl_memory import (
     RegisteredBuffers,
     reserve_transfer_buffers,
 )
-from rollsync.shell.refit.engines.staged import BUFFERS, DEFAULT_TIMEOUT_S, StagedEngine
+from rollsync.shell.refit.engines.staged import BUFFERS, StagedEngine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
 
@@ -123,7 +124,7 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
         backend_init_params: Mapping[str, object] | None = None,
         bind_address: str | None = None,
         preinit: bool = False,
-        refit_timeout_s: float = DEFAULT_TIMEOUT_S,
+        refit_timeout_s: float = DEFAULT_REFIT_TIMEOUT_S,
         checksum: bool = True,
         direct: bool = False,
         large_pages: bool = True,

@@ -1,12 +1,10 @@
 """Reading another process's memory over NIXL: from a tensor to a parameter, both registered.
 
-A storage is registered as a whole when it is first needed, and given back when nothing uses it any
-more or the engine is finalized. What a receiver is told of a sender's agent is what it does not
-know yet.
+`nixl_storages` has what is registered. What a receiver is told of a sender's agent is what it does
+not know yet.
 
-Rules kept here: a storage is known by what it is and not by its address, which another one may have
-later; a receiver is told everything anew once something was given back; and a trainer whose weights
-do not last is read from only where they have lasted from one stream to the next.
+Rules kept here: a receiver is told everything anew once something was given back; and a trainer
+whose weights do not last is read from only where they have lasted from one stream to the next.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -26,8 +23,6 @@ from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.direct import DirectWay, MemoryPlace
 from rollsync.shell.refit.engines.direct_reads import ReadBatch
 from rollsync.shell.refit.engines.nixl_agent import (
-    MemoryRegion,
-    NixlAgent,
     NixlError,
     Read,
     RunsOf,
@@ -35,11 +30,10 @@ from rollsync.shell.refit.engines.nixl_agent import (
     memory_of,
 )
 from rollsync.shell.refit.engines.nixl_memory import arrival, as_loss
+from rollsync.shell.refit.engines.nixl_storages import GiveAgent, RegisteredStorages
 from rollsync.shell.refit.engines.rings import is_plain
 
 logger = logging.getLogger(__name__)
-
-GiveAgent = Callable[[], NixlAgent]
 
 _PROBE_BYTES: Final = 16
 
@@ -52,87 +46,6 @@ def nixl_way(agent: GiveAgent, timeout_s: float) -> DirectWay:
         timeout_s: how long one read may take.
     """
     return DirectWay(RegisteredMemory(agent), OtherRegisteredMemory(agent, timeout_s))
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A storage that is registered."""
-
-    storage: StorageWeakRef
-    region: MemoryRegion
-
-
-class RegisteredStorages:
-    """The storages of some tensors, registered with a worker's agent.
-
-    Args:
-        agent: gives the agent.
-    """
-
-    def __init__(self, agent: GiveAgent) -> None:
-        self._agent = agent
-        self._entries: dict[int, _Entry] = {}
-        self.regions: list[MemoryRegion] = []
-        """Those of all storages in the order in which they were registered; see `forget_gone`."""
-        self._has_gone = False
-
-    def find(self, tensor: torch.Tensor) -> MemoryPlace | None:
-        """Where the tensor is, if its storage is registered as it is now."""
-        storage = tensor.untyped_storage()
-        entry = self._entries.get(storage._cdata)
-        if entry is None:
-            return None
-        region = entry.region
-        if (region.address, region.size_bytes) != (storage.data_ptr(), storage.nbytes()):
-            self._give_back([storage._cdata])
-            return None
-        return MemoryPlace(region.kind, region.device)
-
-    def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Register the storages of tensors that are in memory of one kind, unless they are.
-
-        Raises:
-            NixlError: they cannot be; none is.
-        """
-        new: dict[int, _Entry] = {}
-        for tensor in tensors:
-            if self.find(tensor) is None:
-                storage = tensor.untyped_storage()
-                kind, device = memory_of(tensor)
-                region = MemoryRegion(kind, device, storage.data_ptr(), storage.nbytes())
-                new[storage._cdata] = _Entry(StorageWeakRef(storage), region)
-        if new:
-            regions = [entry.region for entry in new.values()]
-            self._agent().register_regions(regions)
-            self._entries |= new
-            self.regions += regions
-
-    def give_back_gone(self, keys: Sequence[int]) -> bool:
-        """Give those of these storages back that nothing uses any more; whether there were any."""
-        gone = [
-            key for key in keys if key in self._entries and self._entries[key].storage.expired()
-        ]
-        self._give_back(gone)
-        return bool(gone)
-
-    def forget_gone(self) -> bool:
-        """Give back what nothing uses any more; whether anything was since the last time."""
-        self.give_back_gone(list(self._entries))
-        found, self._has_gone = self._has_gone, False
-        if found:
-            self.regions = [entry.region for entry in self._entries.values()]
-        return found
-
-    def release(self) -> None:
-        """Give back everything."""
-        self._give_back(list(self._entries))
-        self.regions = []
-        self._has_gone = False
-
-    def _give_back(self, keys: Sequence[int]) -> None:
-        if keys:
-            self._has_gone = True
-            self._agent().deregister_regions([self._entries.pop(key).region for key in keys])
 
 
 class RegisteredMemory:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from rollsync.pure.refit.patience import DEFAULT_REFIT_TIMEOUT_S
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.direct import DirectMemory
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
@@ -20,7 +21,6 @@ from rollsync.shell.refit.engines.metadata import host_identity
 from rollsync.shell.refit.engines.process_memory import process_memory
 from rollsync.shell.refit.engines.staged import (
     BUFFERS,
-    DEFAULT_TIMEOUT_S,
     StagedEngine,
 )
 from rollsync.shell.refit.errors import RefitConfigurationError
@@ -47,7 +47,7 @@ class ShmCheckpointEngine(StagedEngine):
         self,
         bucket_size: int,
         *,
-        refit_timeout_s: float = DEFAULT_TIMEOUT_S,
+        refit_timeout_s: float = DEFAULT_REFIT_TIMEOUT_S,
         checksum: bool = True,
         direct: bool = False,
         large_pages: bool = True,

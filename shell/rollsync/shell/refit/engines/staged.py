@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Final
 
 from rollsync.pure.refit import (
@@ -30,12 +30,11 @@ from rollsync.pure.refit import (
 )
 from rollsync.pure.refit.control import StreamBegins
 from rollsync.pure.refit.layout import Part
-from rollsync.pure.refit.patience import DEFAULT_REFIT_TIMEOUT_S, REFIT_TIMEOUT, parse_timeout
+from rollsync.pure.refit.patience import REFIT_TIMEOUT, parse_timeout
 from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener
 from rollsync.shell.refit.engines.base import Batch, DeclaringEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
-from rollsync.shell.refit.engines.connections import Introduction, Receiver
 from rollsync.shell.refit.engines.declared import Declaration, Layout
 from rollsync.shell.refit.engines.direct import (
     Destinations,
@@ -45,7 +44,7 @@ from rollsync.shell.refit.engines.direct import (
 )
 from rollsync.shell.refit.engines.direct_receiving import DirectReader
 from rollsync.shell.refit.engines.direct_sending import DirectSender
-from rollsync.shell.refit.engines.greeting import Place
+from rollsync.shell.refit.engines.joined import Joined, join
 from rollsync.shell.refit.engines.lifelines import HeldLifeline, Lifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.metadata import (
@@ -61,28 +60,6 @@ from rollsync.shell.refit.engines.sending import SendingStream
 from rollsync.shell.refit.errors import RefitConfigurationError, accepted
 
 BUFFERS: Final = 2
-DEFAULT_TIMEOUT_S: Final = DEFAULT_REFIT_TIMEOUT_S
-LONGEST_STEP_S: Final = 1.0
-"""How much longer one is waited for that may be waiting for another; at most a tenth of a wait."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Joined:
-    """What a worker knows once its process group is set up.
-
-    Attributes:
-        me: who it is, and how many workers there are.
-        receivers: whom it sends to; none for one that feeds nobody.
-        place: who it is to its own sender; None for a policy worker.
-        sender_timeout_s: how long one wait for that sender may take; 0 for a policy worker.
-        everybody_reads_directly: whether all workers are set to.
-    """
-
-    me: Introduction
-    receivers: tuple[Receiver, ...]
-    place: Place | None
-    sender_timeout_s: float
-    everybody_reads_directly: bool
 
 
 class StagedEngine(DeclaringEngine, DirectEngine):
@@ -121,7 +98,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._memory: SenderMemory | None = None
         self._medium: ReceiverMedium | None = None
         self._relay = relay
-        self._joined: _Joined | None = None
+        self._joined: Joined | None = None
         self._expectation = Expectation()
         self._comes_in_parts = False
         self._direct = direct
@@ -244,42 +221,19 @@ class StagedEngine(DeclaringEngine, DirectEngine):
 
     def _join(
         self, me: Worker, workers: Sequence[Mapping[str, object]], train_world_size: int
-    ) -> _Joined:
+    ) -> Joined:
         """Take this worker's part in the routes of all."""
-        rollout_world_size = len(workers) - train_world_size
         table = routes_between(workers, train_world_size, relay=self._relay)
         self._take_routes(me, table, workers)
-        place, sender_timeout_s = None, 0.0
-        if isinstance(me, RolloutWorker):
-            place = Place(
-                sender=table.sender_to(me.rank),
-                rollout_rank=me.rank,
-                train_world_size=train_world_size,
-                rollout_world_size=rollout_world_size,
-                on_host=self._is_on_host(me.rank),
-            )
-            sender_timeout_s = self._patience_s(table.patience_with_sender(me.rank))
-        joined = self._joined = _Joined(
-            me=Introduction(
-                worker=me, train_world_size=train_world_size, rollout_world_size=rollout_world_size
-            ),
-            receivers=tuple(
-                _receiver(
-                    rank,
-                    self._endpoint(workers[train_world_size + rank], rank),
-                    self._patience_s(table.patience_with_receiver(rank)),
-                    on_host=self._is_on_host(rank),
-                )
-                for rank in table.receivers_of(me)
-            ),
-            place=place,
-            sender_timeout_s=sender_timeout_s,
-            everybody_reads_directly=all(worker["direct"] is True for worker in workers),
+        joined = self._joined = join(
+            me,
+            table,
+            workers,
+            is_on_host=self._is_on_host,
+            endpoint=self._endpoint,
+            timeout_s=self._timeout_s,
         )
         return joined
-
-    def _patience_s(self, steps: int) -> float:
-        return self._timeout_s + steps * min(LONGEST_STEP_S, self._timeout_s / 10)
 
     async def send_weights(self, weights: Weights) -> None:
         """Send one stream to every rollout worker that this worker feeds.
@@ -342,7 +296,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             )
         )
 
-    def _direct_sender(self, joined: _Joined) -> DirectSender | None:
+    def _direct_sender(self, joined: Joined) -> DirectSender | None:
         if self._direct is None or not joined.everybody_reads_directly:
             return None
         return DirectSender(
@@ -351,7 +305,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
             checksum=self._checksum,
         )
 
-    def _direct_reader(self, joined: _Joined) -> DirectReader | None:
+    def _direct_reader(self, joined: Joined) -> DirectReader | None:
         if self._direct is None or not joined.everybody_reads_directly:
             return None
         return DirectReader(self._direct, self._destinations, self._checksum)
@@ -417,19 +371,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         return workers
 
 
-def _receiver(
-    rank: int, endpoint: Mapping[str, object], timeout_s: float, *, on_host: bool
-) -> Receiver:
-    return Receiver(
-        rank=rank,
-        address=str(endpoint["address"]),
-        secret=bytes.fromhex(str(endpoint["secret"])),
-        timeout_s=timeout_s,
-        on_host=on_host,
-    )
-
-
-def _relaying(joined: _Joined, medium: ReceiverMedium) -> Relay | None:
+def _relaying(joined: Joined, medium: ReceiverMedium) -> Relay | None:
     if not joined.receivers or medium.own is None:
         return None
     return Relay(medium.own, joined.me, joined.receivers)
