@@ -376,21 +376,49 @@ def test_a_sync_reports_its_figures(make: Make) -> None:
         WorkerTransfer("policy", rank, 7, 3, 30, 0, {"send": 0.25 * (rank + 1)}) for rank in (0, 1)
     ]
     bench.log.answers["generation", "update_weights_from_checkpoint_engine"] = [
-        [WorkerTransfer("rollout", 2 * g + r, 7, 3, 30, 2, {"load": 0.5 * (g + r)}) for r in (0, 1)]
+        [
+            WorkerTransfer("rollout", 2 * g + r, 7, 3, 30, 2, {"load": 0.5 * (g + r)}, 0, 4 + r)
+            for r in (0, 1)
+        ]
         for g in (0, 1)
     ]
     report = bench.sync.sync_weights()
     assert isinstance(report, SyncReport)
     assert (report.weight_version, report.tensors, report.payload_bytes) == (7, 3, 120)
-    assert (report.batches, report.bucket_bytes) == (2, 12 * MEBIBYTE)
+    assert (report.buckets, report.batches, report.bucket_bytes) == (5, 2, 12 * MEBIBYTE)
     assert (report.backend, report.rollout_workers) == ("shm", 4)
     assert report.stage_s["send"] == 0.5
     assert report.stage_s["load"] == 1.0
     assert report.total_s >= report.stage_s["transfer"] > 0
     assert report.gigabytes_per_s == pytest.approx(120e-9 / report.stage_s["transfer"])
-    assert "weight version 7 through shm: 3 tensors, 120 bytes in 2 batches" in str(report)
-    directly = msgspec.structs.replace(report, direct_bytes=(30, 0, 5, 0))
+    assert "weight version 7 through shm: 3 tensors, 120 bytes in 5 buckets" in str(report)
+    assert "in 5 buckets and 2 batches to 4 rollout workers, " in str(report)
+    directly = msgspec.structs.replace(report, direct_bytes=(30, 0, 5, 0), buckets=None)
     assert ": 3 tensors, 120 bytes (35 of them read directly) in 2 batches" in str(directly)
+
+
+def test_engines_that_only_say_that_it_went_well_leave_the_figures_to_the_policy(
+    make: Make,
+) -> None:
+    bench = make()
+    bench.log.answers["policy", "send_weights_via_checkpoint_engine"] = [
+        WorkerTransfer("policy", rank, 7, 3, 30, 0, {"send": 0.25}) for rank in (0, 1)
+    ]
+    bench.log.answers["generation", "update_weights_from_checkpoint_engine"] = [True, True]
+    report = bench.sync.sync_weights()
+    assert (report.weight_version, report.tensors, report.payload_bytes) == (7, 3, 30)
+    assert (report.rollout_workers, report.buckets, report.received_bytes) == (0, None, ())
+    assert report.gigabytes_per_s > 0
+    assert "3 tensors, 30 bytes sent to each engine, of which none tells what it" in str(report)
+
+
+def test_a_sync_of_which_nobody_tells_the_figures_claims_none(make: Make) -> None:
+    report = make().sync.sync_weights()
+    assert (report.weight_version, report.payload_bytes) == (None, 0)
+    told = str(report)
+    assert "weight version unknown through shm: no worker tells what moved (set_up " in told
+    assert "bytes" not in told
+    assert "GB/s" not in told
 
 
 def test_workers_at_different_versions_fail_the_sync(make: Make) -> None:

@@ -26,10 +26,12 @@ from rollsync.shell.refit.errors import (
     WorkerUnresponsive,
 )
 from rollsync.shell.refit.generation import Completion, SamplingSettings
+from rollsync.shell.refit.report import SyncMetrics
 from rollsync.shell.refit.torch_generation import TorchGenerationWorker
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
 from tests.shell.actor_processes import kill_actor
 from tests.shell.conftest import ENVIRONMENT
+from tests.shell.operations import metrics
 from tests.shell.refit.overwriting_engine import OVERWRITING
 from tests.shell.refit.reference import SEED, reference_answer
 from tests.shell.refit.tiny_models import TinyPolicy, save_model
@@ -100,7 +102,7 @@ def test_engines_answer_as_the_policy_would(actors: Actors, tmp_path: Path) -> N
         version = ray.get(actors.policy.step.remote(saved))
         report = sync.sync_weights()
         assert (report.weight_version, report.rollout_workers) == (version, 2)
-        assert (report.tensors, report.batches) == (WEIGHTS, 1)
+        assert (report.tensors, report.buckets, report.batches) == (WEIGHTS, 1, 1)
         assert version_of(generation) == version
         # Both engines, one after the other.
         for sampling in (GREEDY, GREEDY, SAMPLED, SAMPLED):
@@ -387,7 +389,8 @@ def test_figures_reach_prometheus(actors: Actors) -> None:
     synchronizer(actors.policy, GenerationGroup([actors.early])).sync_weights()
     (node,) = ray.nodes()
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    wanted = {"rollsync_refit_syncs", "rollsync_refit_bytes", "rollsync_refit_stage_seconds"}
+    wanted = {name for name in metrics() if name.startswith("rollsync_refit_")}
+    SyncMetrics().failed("shm")
     deadline_s = time.monotonic() + 60
     text = ""
     while not all(name in text for name in wanted):

@@ -70,6 +70,7 @@ class Scripted(CheckpointEngineWeightSynchronizer):
             received_bytes=(100,) * len(engines),
             direct_bytes=(0,) * len(engines),
             batches=1,
+            buckets=1,
             bucket_bytes=100,
             rollout_workers=len(engines),
             choices=(),

@@ -13,7 +13,7 @@ from rollsync.shell.refit.engines import (
     DeclaringEngine,
     create_checkpoint_engine,
 )
-from rollsync.shell.refit.engines.base import RoutingEngine
+from rollsync.shell.refit.engines.base import CountingEngine, RoutingEngine
 from rollsync.shell.refit.engines.direct import Destinations, DirectEngine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
@@ -95,6 +95,11 @@ class EngineSlot:
     def comes_in_parts(self) -> bool:
         """Whether the stream that is being received carries the parts that this worker keeps."""
         return isinstance(self._engine, DeclaringEngine) and self._engine.comes_in_parts
+
+    @property
+    def buckets(self) -> int | None:
+        """How many buckets the last stream was cut into, where the engine counts them."""
+        return self._engine.buckets if isinstance(self._engine, CountingEngine) else None
 
     def finalize(self) -> bool:
         """Gives back what `prepare` reserved; answers whether there was an engine."""

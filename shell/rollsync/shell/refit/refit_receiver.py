@@ -229,6 +229,7 @@ class RefitReceiver:
                 "finish": done_s - closing_s,
             },
             direct_bytes=tally.direct_bytes,
+            buckets=self._slot.buckets,
         )
 
     def _first(self, batch: Batch) -> tuple[int, Batch]:

@@ -234,3 +234,13 @@ def test_neither_end_is_stuck_when_more_parts_are_on_their_way_than_sockets_hold
     stream.raise_first()
     assert stream.received[0].keys() == weights.keys()
     assert all(torch.equal(stream.received[0][name], each) for name, each in weights.items())
+
+
+def test_a_receiver_knows_how_many_buckets_its_last_stream_had() -> None:
+    with pair("shm", bucket_bytes=1024) as both:
+        (receiver,) = both.receivers
+        counted = [receiver.buckets]
+        for size in (1024, 1025, 3000):
+            both.stream([("weight", torch.ones(size, dtype=torch.uint8))]).raise_first()
+            counted.append(receiver.buckets)
+    assert counted == [None, 1, 2, 3]

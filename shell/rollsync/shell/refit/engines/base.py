@@ -110,6 +110,16 @@ class DeclaringEngine(CheckpointEngine):
         each under `part_name`, and no whole declared tensor; known with its first batch."""
 
 
+class CountingEngine(CheckpointEngine):
+    """An engine that counts a stream's buckets. A plug-in need not be one."""
+
+    @property
+    @abstractmethod
+    def buckets(self) -> int | None:
+        """How many buckets the last stream was cut into that this rollout worker received to its
+        end; None before the first."""
+
+
 class RoutingEngine(CheckpointEngine):
     """An engine that carries each of its routes as it finds best. A plug-in need not be one."""
 

@@ -61,6 +61,7 @@ async def receive_stream(
     place: Place,
     expectation: Expectation,
     on_begin: Callable[[StreamBegins], None],
+    on_end: Callable[[StreamEnded], None],
     timeout_s: float,
     stop: ConsumerStop,
     direct: DirectReader | None,
@@ -75,6 +76,7 @@ async def receive_stream(
         place: who this worker is.
         expectation: what it knows of the stream.
         on_begin: told how the stream comes, before its first batch.
+        on_end: told what the whole of it was, when all has come and is loaded.
         timeout_s: how long one wait may take.
         stop: where the consumer's error is noted when it stops early.
         direct: reads what does not come in batches; None: everything does.
@@ -90,7 +92,7 @@ async def receive_stream(
         on_begin(begins)
         if direct is not None:
             await direct.open(channel)
-        arrivals = _Arrivals(channel, sender.memory, begins, medium.assembly, direct, relay)
+        arrivals = _Arrivals(channel, sender.memory, begins, medium.assembly, direct, relay, on_end)
         async with aclosing(arrivals.batches()) as arriving:
             async for whole in arriving:
                 yield whole
@@ -109,12 +111,14 @@ class _Arrivals:
         assembly: Assembly,
         direct: DirectReader | None,
         relay: Relay | None,
+        on_end: Callable[[StreamEnded], None],
     ) -> None:
         self._channel = channel
         self._memory = memory
         self._begins = begins
         self._direct = direct
         self._relay = relay
+        self._on_end = on_end
         if (
             begins.first_byte + begins.bucket_bytes * memory.buffers.count > memory.buffers.size
             or begins.first_byte % ALIGNMENT_BYTES
@@ -148,6 +152,7 @@ class _Arrivals:
                 self._check_end(part)
                 if relay is not None:
                     await relay.end(self._channel, part)
+                self._on_end(part)
                 return
             if isinstance(part, TensorsOffered | TensorHashed):
                 await self._take_directly(part)

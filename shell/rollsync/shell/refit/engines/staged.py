@@ -28,12 +28,12 @@ from rollsync.pure.refit import (
     check_bucket_bytes,
     describe,
 )
-from rollsync.pure.refit.control import StreamBegins
+from rollsync.pure.refit.control import StreamBegins, StreamEnded
 from rollsync.pure.refit.layout import Part
 from rollsync.pure.refit.patience import REFIT_TIMEOUT, parse_timeout
 from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.addresses import Listener
-from rollsync.shell.refit.engines.base import Batch, DeclaringEngine, Weights
+from rollsync.shell.refit.engines.base import Batch, CountingEngine, DeclaringEngine, Weights
 from rollsync.shell.refit.engines.batches import ReceivedBatches
 from rollsync.shell.refit.engines.declared import Declaration, Layout
 from rollsync.shell.refit.engines.direct import (
@@ -62,7 +62,7 @@ from rollsync.shell.refit.errors import RefitConfigurationError, accepted
 BUFFERS: Final = 2
 
 
-class StagedEngine(DeclaringEngine, DirectEngine):
+class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
     """The part of a built-in engine that does not depend on the memory in between.
 
     Args:
@@ -101,6 +101,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
         self._joined: Joined | None = None
         self._expectation = Expectation()
         self._comes_in_parts = False
+        self._buckets: int | None = None
         self._direct = direct
         self._destinations: Destinations | None = None
 
@@ -159,6 +160,14 @@ class StagedEngine(DeclaringEngine, DirectEngine):
 
     def _note_begin(self, begins: StreamBegins) -> None:
         self._comes_in_parts = begins.layout is not None
+
+    @property
+    def buckets(self) -> int | None:
+        """How many buckets the last stream was cut into."""
+        return self._buckets
+
+    def _note_end(self, ended: StreamEnded) -> None:
+        self._buckets = ended.buckets
 
     @property
     def reads_directly(self) -> bool:
@@ -289,6 +298,7 @@ class StagedEngine(DeclaringEngine, DirectEngine):
                 place=place,
                 expectation=self._expectation,
                 on_begin=self._note_begin,
+                on_end=self._note_end,
                 timeout_s=joined.sender_timeout_s,
                 stop=stop,
                 direct=self._direct_reader(joined),
