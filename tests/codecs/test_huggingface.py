@@ -115,7 +115,7 @@ def test_a_header_is_read_in_the_order_of_the_bytes() -> None:
     ],
 )
 def test_a_header_with_a_malformed_entry_is_refused(entry: object) -> None:
-    assert describe(read_header(encoded({"t": entry})).failure())
+    assert "'tensor'" in describe(read_header(encoded({"tensor": entry})).failure())
 
 
 def test_tensors_without_bytes_lie_where_the_next_one_does() -> None:

@@ -102,7 +102,10 @@ def read_header(data: bytes) -> Result[tuple[TensorSpec, ...], HeaderMalformed]:
         for name, raw in entries.items():
             if name == "__metadata__":
                 continue
-            entry = _ENTRY.decode(raw)
+            try:
+                entry = _ENTRY.decode(raw)
+            except msgspec.DecodeError as error:
+                return Failure(HeaderMalformed(why=f"tensor {name!r}: {error}"))
             dtype = SAFETENSORS_DTYPES.get(entry.dtype)
             if dtype is None:
                 why = f"tensor {name!r} has the unknown dtype {entry.dtype!r}"

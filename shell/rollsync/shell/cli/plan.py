@@ -228,10 +228,8 @@ def _estimate(model: ModelFiles, options: PlanOptions) -> RefitEstimate:
 
 
 def _print(model: ModelFiles, options: PlanOptions, estimate: RefitEstimate) -> None:
-    # Rich takes a pipe for 80 columns, which would break the rows.
-    console = CommandConsole(
-        file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False
-    )
+    # Rich takes a pipe for 80 columns; in these, or a narrow terminal's, it would cut figures off.
+    console = CommandConsole(file=sys.stdout, width=_WIDTH, highlight=False)
     console.print(_summary(model, options, estimate))
     rows = [list(alike) for _, alike in groupby(estimate.routes, key=_figures)]
     console.print(_routes(rows[:_SHOWN_ROWS]))
