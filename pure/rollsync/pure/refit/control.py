@@ -271,7 +271,7 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
     """Who failed: `policy 0` or `rollout 3`."""
     stage: str
     tensor: str
-    """The tensor being worked on; empty when none was."""
+    """The tensor being worked on, or the first and the last of several; empty when none was."""
     message: str
 
 

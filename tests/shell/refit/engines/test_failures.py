@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import aclosing
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from rollsync.shell.refit.engines.conformance_workers import (
 from rollsync.shell.refit.engines.errors import PeerFailed, TransferError
 from rollsync.shell.refit.engines.memory import BufferAllocationError, SharedBuffers
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent, RegistrationError
-from rollsync.shell.refit.errors import RefitConfigurationError
+from rollsync.shell.refit.errors import RefitConfigurationError, WeightMismatch
+from rollsync.shell.refit.weights import with_version
+from tests.shell.refit.engines.pairs import Pair, pair
 from tests.shell.refit.engines.peers import Peer, engine_of, receive_all
 
 BACKENDS = ["shm", "nixl", "auto"]
@@ -55,6 +58,38 @@ def test_every_receiver_hears_of_the_failure_of_one(backend: str) -> None:
         rollouts.send_failing(sample_weights().items())
         answers = rollouts.answers()
         assert all(LoaderFailed.__name__ in answer.error for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (WeightMismatch("what came is another", tensor="second"), "second"),
+        (ValueError("no such parameter"), "first to third"),
+    ],
+)
+def test_a_load_that_failed_is_told_with_the_tensor_that_it_is_about_or_all_it_may_be(
+    error: Exception, named: str
+) -> None:
+    weights = [(name, torch.ones(2)) for name in ("first", "second", "third")]
+
+    async def load(engine: CheckpointEngine) -> None:
+        async with aclosing(engine.receive_weight_batches()) as batches:
+            await anext(batches)
+            raise error
+
+    async def stream(ends: Pair) -> tuple[BaseException | None, BaseException | None]:
+        return await asyncio.gather(
+            ends.sender.send_weights(with_version(weights, 1)),
+            load(ends.receivers[0]),
+            return_exceptions=True,
+        )
+
+    with pair("shm") as ends:
+        sent, received = asyncio.run(stream(ends))
+    assert received is error
+    assert isinstance(sent, PeerFailed)
+    assert sent.tensor == named
+    assert f"failed while it loaded, at tensor {named}: {type(error).__name__}" in str(sent)
 
 
 def test_a_stuck_receiver_is_given_up_at_the_deadline(backend: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 
 from rollsync.shell.refit.engines.base import Batch
+from rollsync.shell.refit.errors import WeightMismatch
 
 
 class ConsumerStop:
@@ -22,10 +23,18 @@ class ConsumerStop:
 
     def describe(self, error: BaseException) -> str:
         """What ended the stream: `error`, or for a closed generator the consumer's own error."""
-        cause = self.cause if isinstance(error, GeneratorExit) else error
+        cause = self._behind(error)
         if cause is None:
             return "the consumer stopped before the end of the stream"
         return f"{type(cause).__name__}: {cause}"
+
+    def tensor(self, error: BaseException) -> str:
+        """The tensor that the consumer's error is about; empty where it names none."""
+        cause = self._behind(error)
+        return cause.tensor if isinstance(cause, WeightMismatch) else ""
+
+    def _behind(self, error: BaseException) -> BaseException | None:
+        return self.cause if isinstance(error, GeneratorExit) else error
 
 
 class ReceivedBatches(AsyncGenerator[Batch, None]):

@@ -3,8 +3,11 @@ tensor; a `StreamError` is of the stream itself."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rollsync.pure.refit.control import Failed
 from rollsync.shell.refit.errors import RefitError
+from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME
 
 
 class TransferError(RefitError):
@@ -13,7 +16,7 @@ class TransferError(RefitError):
     Args:
         worker: who noticed, `policy 0` or `rollout 3`.
         stage: what it was doing.
-        tensor: the tensor it was at; empty when at none.
+        tensor: the tensor it was at, or the first and the last of several; empty when at none.
     """
 
     def __init__(
@@ -63,6 +66,13 @@ class PeerRefused(TransferError):
 
 class StreamError(RefitError):
     """A stream that breaks its own rules: a name twice, a type unknown, bytes missing."""
+
+
+def name_tensors(names: Iterable[str]) -> str:
+    """How an error names several tensors: the first and the last that the policy's iterator gave.
+    The version, which rollsync adds to them, is none of those."""
+    given = [name for name in names if name != WEIGHT_VERSION_NAME]
+    return " to ".join(dict.fromkeys((given[0], given[-1]))) if given else ""
 
 
 def told_of(error: BaseException, here: Failed) -> Failed:

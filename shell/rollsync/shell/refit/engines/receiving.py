@@ -37,6 +37,7 @@ from rollsync.shell.refit.engines.errors import (
     PeerRefused,
     TransferError,
     let_down_by,
+    name_tensors,
     told_of,
 )
 from rollsync.shell.refit.engines.greeting import Greeting, Place
@@ -164,7 +165,7 @@ class _Arrivals:
             # The next part travels while this one is loaded.
             self._look_ahead()
             if whole:
-                self._enter("loaded", whole[0][0])
+                self._enter("loaded", name_tensors(name for name, _ in whole))
                 yield whole
             self._unpacker.settle(part)
             self._settled = part.needed_from
@@ -186,8 +187,7 @@ class _Arrivals:
         news = self._coming.popleft()
         self._started -= 1
         if isinstance(news, Expected):
-            pieces = news.part.pieces
-            self._enter("read a bucket", pieces[0].name if pieces else "")
+            self._enter("read a bucket", name_tensors(piece.name for piece in news.part.pieces))
             for stretch in news.stretches:
                 await self._memory.fetch(channel, self._ring.place(stretch.begin))
         return news
@@ -337,7 +337,12 @@ async def _telling(ends: _Ends, place: Place, stop: ConsumerStop) -> AsyncIterat
         if ends.relay is not None:
             await ends.relay.stop()
         stage, tensor = ends.where(error)
-        here = Failed(worker=place.name, stage=stage, tensor=tensor, message=stop.describe(error))
+        here = Failed(
+            worker=place.name,
+            stage=stage,
+            tensor=stop.tensor(error) or tensor,
+            message=stop.describe(error),
+        )
         await ends.tell(told_of(raised, here))
         if raised is error:
             raise
