@@ -171,7 +171,7 @@ def test_replicas_that_differ_by_a_bit_are_told_apart(together: Together, rank: 
 def test_a_checkpoint_that_workers_cannot_read_is_refused_with_a_rank(
     together: Together, tmp_path: Path
 ) -> None:
-    with pytest.raises(TrainerCheckpointError, match=r"policy worker 0: .* no whole trainer"):
+    with pytest.raises(TrainerCheckpointError, match=r"policy worker [01]: .* no whole trainer"):
         together.wait(together.client.load(tmp_path / "nowhere"))
 
 
