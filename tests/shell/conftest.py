@@ -1,8 +1,10 @@
 """One small Ray cluster for the tests with real actors."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ray
@@ -19,14 +21,18 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A cluster of this host, without a dashboard."""
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env={"env_vars": ENVIRONMENT},
-    )
+    """A cluster of this host, without a dashboard.
+
+    Its processes inherit the environment. As a `runtime_env` it would keep the actors from the
+    workers that Ray has started before they are asked for.
+    """
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     yield
     ray.shutdown()
