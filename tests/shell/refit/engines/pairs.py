@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
@@ -87,9 +87,11 @@ async def _receive(engine: StagedEngine, into: dict[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def pair(backend: str, receivers: int = 1, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Pair]:
+def pair(
+    backend: str, receivers: int = 1, bucket_bytes: int = BUCKET_BYTES, **options: object
+) -> Iterator[Pair]:
     """Connected ends, finalized at the end."""
-    engines = [_engine(backend, bucket_bytes) for _ in range(1 + receivers)]
+    engines = [_engine(backend, bucket_bytes, options) for _ in range(1 + receivers)]
     metadata = [engine.prepare() for engine in engines]
     sender, *rollout = engines
     sender.init_policy_process_group(
@@ -106,9 +108,9 @@ def pair(backend: str, receivers: int = 1, bucket_bytes: int = BUCKET_BYTES) -> 
             engine.finalize()
 
 
-def _engine(backend: str, bucket_bytes: int) -> StagedEngine:
+def _engine(backend: str, bucket_bytes: int, options: Mapping[str, object]) -> StagedEngine:
     engine = create_checkpoint_engine(
-        backend, bucket_size_bytes=bucket_bytes, engine_kwargs={"refit_timeout_s": 20.0}
+        backend, bucket_size_bytes=bucket_bytes, engine_kwargs={"refit_timeout_s": 20.0, **options}
     )
     assert isinstance(engine, StagedEngine)
     return engine

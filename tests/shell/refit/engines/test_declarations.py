@@ -173,6 +173,17 @@ def test_ranks_of_different_layouts_get_their_parts_and_share_the_buffers() -> N
         assert whole_stream.received_bytes(1) == sum(each.nbytes for each in WEIGHTS.values())
 
 
+def test_whole_tensors_come_where_experts_are_not_to_be_sharded() -> None:
+    with pair("nixl", 2, shard_expert_weights=False) as ends:
+        ends.declare(SPECS)
+        for engine in ends.receivers:
+            engine.set_target_weight_layout([Part("first", Box((0, 0), (4, 4)))])
+            assert engine.get_target_weight_layout() is None
+        stream = ends.stream(WEIGHTS.items())
+        stream.raise_first()
+        assert [list(received) for received in stream.received] == [list(WEIGHTS)] * 2
+
+
 def test_nixl_reads_the_region_of_a_layout() -> None:
     with pair("nixl", 2) as ends:
         ends.declare(SPECS)

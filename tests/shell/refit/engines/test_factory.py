@@ -16,6 +16,9 @@ from rollsync.shell.refit.errors import RefitConfigurationError
         CheckpointEngineConfig(),
         CheckpointEngineConfig(backend="nixl", engine_kwargs={"nixl": {"preinit": True}}),
         CheckpointEngineConfig(engine_kwargs={"shm": {"refit_timeout_s": 60}}),
+        CheckpointEngineConfig(
+            backend="auto", engine_kwargs={"auto": {"shard_expert_weights": True}}
+        ),
         CheckpointEngineConfig(backend="auto", engine_kwargs={"shm": {"of": "another"}}),
         CheckpointEngineConfig(engine_kwargs={"shm": {"direct": True, "large_pages": False}}),
         CheckpointEngineConfig(backend="rollsync.shell.refit.engines.shm:ShmCheckpointEngine"),
@@ -23,6 +26,23 @@ from rollsync.shell.refit.errors import RefitConfigurationError
 )
 def test_what_an_engine_takes_is_taken(config: CheckpointEngineConfig) -> None:
     check_options(config)
+
+
+@pytest.mark.parametrize("backend", ["nixl", "auto"])
+@pytest.mark.parametrize("shard_expert_weights", [False, True])
+def test_all_options_that_a_configuration_of_nemo_rl_has_are_taken(
+    backend: str, shard_expert_weights: bool
+) -> None:
+    options = {
+        "device": "cuda",
+        "backend_name": "UCX",
+        "backend_init_params": None,
+        "release_after_refit": False,
+        "shard_expert_weights": shard_expert_weights,
+    }
+    engine = create_checkpoint_engine(backend, bucket_size_bytes=4096, engine_kwargs=options)
+    # Its workers do nothing for that themselves.
+    assert engine.shard_expert_weights is False
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
             takes about a second.
         relay: let rollout workers hand weights on wherever a link between hosts would carry them
             more often than once for each policy worker. Not with `direct`.
+        shard_expert_weights: NeMo-RL's option. False sends whole tensors to every rollout worker
+            and not only what it keeps, of experts or else; what is read directly is the same.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -78,6 +80,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
         direct: bool = False,
         large_pages: bool = True,
         relay: bool = False,
+        shard_expert_weights: bool = True,
         release_after_refit: bool = False,
     ) -> None:
         check_shared_memory(self.backend)
@@ -89,6 +92,7 @@ class AutoCheckpointEngine(StagedEngine, RoutingEngine):
             checksum=checksum,
             direct=self._both_ways(refit_timeout_s, large_pages) if direct else None,
             relay=relay,
+            in_parts=shard_expert_weights,
         )
         self._bind_address = bind_address
         self._on_host: Listener | None = None

@@ -110,6 +110,8 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
         large_pages: with `direct`, make pages large; see the `shm` engine.
         relay: let rollout workers hand weights on wherever a link between hosts would carry them
             more often than once for each policy worker. Not with `direct`.
+        shard_expert_weights: NeMo-RL's option. False sends whole tensors to every rollout worker
+            and not only what it keeps, of experts or else; what is read directly is the same.
         release_after_refit: read by the synchronizer, which then finalizes after each sync.
     """
 
@@ -129,6 +131,7 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
         direct: bool = False,
         large_pages: bool = True,
         relay: bool = False,
+        shard_expert_weights: bool = True,
         release_after_refit: bool = False,
     ) -> None:
         del release_after_refit
@@ -139,6 +142,7 @@ class NixlCheckpointEngine(StagedEngine, RoutingEngine):
             checksum=checksum,
             direct=self._over_network(refit_timeout_s, large_pages) if direct else None,
             relay=relay,
+            in_parts=shard_expert_weights,
         )
         self._bind_address = bind_address
         self._choices: tuple[EngineChoice, ...] = ()

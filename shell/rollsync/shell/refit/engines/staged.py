@@ -72,6 +72,7 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
         direct: how receivers read tensors themselves; None when they do not.
         relay: let rollout workers hand weights on wherever a link between hosts would carry them
             more often than once for each policy worker; not with `direct`.
+        in_parts: whether a receiver asks for what it keeps of each tensor, and not for all of it.
     """
 
     backend: ClassVar[str]
@@ -84,6 +85,7 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
         checksum: bool,
         direct: DirectMemory | None = None,
         relay: bool = False,
+        in_parts: bool = True,
     ) -> None:
         mistake = check_bucket_bytes(bucket_size)
         if mistake is not None:
@@ -98,6 +100,7 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
         self._memory: SenderMemory | None = None
         self._medium: ReceiverMedium | None = None
         self._relay = relay
+        self._in_parts = in_parts
         self._joined: Joined | None = None
         self._expectation = Expectation()
         self._comes_in_parts = False
@@ -147,7 +150,7 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
     def set_target_weight_layout(self, layout: Sequence[Part] | None) -> None:
         """Keep these parts of the declared tensors."""
         known = self._expectation.layout
-        if layout is None:
+        if layout is None or not self._in_parts:
             known = None
         elif known is None or known.parts != tuple(layout):
             known = Layout(layout)
