@@ -36,7 +36,9 @@ class RefitConfigurationError(RefitError, ValueError):
 
 
 class WeightTransferFailed(RefitError):
-    """A sync did not reach every generation engine; those that took part refuse to generate.
+    """A sync did not bring every generation engine to the same weight version.
+
+    Those that did not load a whole one refuse to generate; the others serve the one they loaded.
 
     Args:
         backend: the checkpoint engine's name.

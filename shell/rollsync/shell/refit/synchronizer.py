@@ -325,7 +325,8 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
                 f"the workers of one sync were at the weight versions "
                 f"{', '.join(map(str, report.weight_versions))}",
                 backend=report.backend,
-                remedy="synchronize when all policy workers have finished the same step",
+                remedy="synchronize when all policy workers have finished the same step; until then"
+                " each engine serves the version that it was sent",
             )
 
     def _answers(
