@@ -52,6 +52,15 @@ class WorkerAnswers:
         answers = (*self.policy, *self.engines)
         return tuple(answer for answer in answers if lives_and_failed(answer))
 
+    @property
+    def unresponsive(self) -> WorkerUnresponsive | None:
+        """All that are silent, in one error; None when nobody is."""
+        silent = [a for a in (*self.policy, *self.engines) if isinstance(a, WorkerUnresponsive)]
+        if len(silent) < 2:
+            return silent[0] if silent else None
+        names = tuple(name for each in silent for name in each.workers)
+        return WorkerUnresponsive(names, silent[0].how, setting=silent[0].setting)
+
     def cause(self, first: Exception) -> Exception:
         """The error that the others follow from, with notes of those.
 
@@ -64,7 +73,7 @@ class WorkerAnswers:
         if isinstance(cause, RayActorError):
             cause = WorkerGone(self._gone() or ("a worker",), cause)
         elif isinstance(cause, WorkerUnresponsive):
-            cause = self._unresponsive(cause)
+            cause = self.unresponsive or cause
         for error in answers:
             if isinstance(error, Exception) and type(error) not in (type(cause), type(best)):
                 # The last line; the lines before are the remote stack.
@@ -78,14 +87,6 @@ class WorkerAnswers:
         engines = [name_of_engine(place, size) for place in range(len(self.engines))]
         named = zip(policy + engines, (*self.policy, *self.engines), strict=True)
         return tuple(name for name, answer in named if isinstance(answer, RayActorError))
-
-    def _unresponsive(self, one: WorkerUnresponsive) -> WorkerUnresponsive:
-        """All that are silent, in one error."""
-        silent = [a for a in (*self.policy, *self.engines) if isinstance(a, WorkerUnresponsive)]
-        if len(silent) == 1:
-            return one
-        names = tuple(name for each in silent for name in each.workers)
-        return WorkerUnresponsive(names, one.how, setting=one.setting)
 
     def _ends(self) -> list[StepEnd]:
         return [_end_of(answer) for answer in (*self.policy, *self.engines)]

@@ -26,20 +26,6 @@ NOTICED_S: Final = 2.0
 """How long the failure of one worker may take to reach those that it was at work with."""
 
 
-class StepFailed(Exception):
-    """A step did not end well; it never leaves the synchronizer.
-
-    Attributes:
-        first: what was raised first, or is to be, of those that are late.
-        answers: how it ended on every worker.
-    """
-
-    def __init__(self, first: Exception, answers: WorkerAnswers) -> None:
-        super().__init__(first, answers)
-        self.first = first
-        self.answers = answers
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunningStep:
     """A step that the workers of both sides have been asked for.
@@ -61,40 +47,32 @@ class RunningStep:
     refit_timeout_s: float
     step_timeout_s: float
 
-    def answers(self, finalize_failed: Callable[[list[int]], None] | None) -> list[object]:
-        """What the workers answered, policy first.
+    def wait(self) -> WorkerAnswers | None:
+        """Wait until it has ended on all workers, or has failed on one. When it takes longer than
+        it may: how it has ended by then. There may be nobody who is silent still."""
+        overdue = self._overdue()
+        if overdue is None:
+            return None
+        how = f"it has not ended {self.step} within {overdue.waited_s:g} s{overdue.since}"
+        return self._answered(how, overdue.setting)
+
+    def wait_out(self, finalize_failed: Callable[[list[int]], None] | None) -> WorkerAnswers:
+        """Wait, when it has failed on a worker, until it has ended on all, or for long enough.
 
         Args:
             finalize_failed: called with places in both lists, one after the other, when others
                 still wait: of workers that live and have failed, each once. It finalizes their
                 checkpoint engines, which makes the others notice. None when there is nothing to
                 finalize.
-
-        Raises:
-            StepFailed: it failed, or took too long, on a worker.
         """
-        overdue = self._wait()
-        if overdue is not None:
-            how = f"it has not ended {self.step} within {overdue.waited_s:g} s{overdue.since}"
-            answers = self._answered(how, overdue.setting)
-            for late in (*answers.policy, *answers.engines):
-                # There may be none by now.
-                if isinstance(late, WorkerUnresponsive):
-                    raise StepFailed(late, answers)
-        try:
-            return list(ray.get([*self.policy, *self.engines]))
-        except Exception as first:
-            self._settle(finalize_failed)
-            raise StepFailed(
-                first,
-                self._answered(
-                    f"it was still busy with {self.step} {self.refit_timeout_s:g} s after another"
-                    " worker had failed at it",
-                    REFIT_TIMEOUT,
-                ),
-            ) from first
+        self._settle(finalize_failed)
+        return self._answered(
+            f"it was still busy with {self.step} {self.refit_timeout_s:g} s after another worker"
+            " had failed at it",
+            REFIT_TIMEOUT,
+        )
 
-    def _wait(self) -> Limit | None:
+    def _overdue(self) -> Limit | None:
         """Wait until it has ended on all, or has failed on one; the limit, if that is late."""
         own, began_s = set(_refs_of(self.policy)), time.monotonic()
         side_done_s: float | None = None

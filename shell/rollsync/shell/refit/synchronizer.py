@@ -36,7 +36,7 @@ from rollsync.shell.refit.interfaces import (
 )
 from rollsync.shell.refit.report import SyncMetrics, SyncReport, summarize
 from rollsync.shell.refit.step_failure import WorkerAnswers
-from rollsync.shell.refit.step_waiting import NOTICED_S, RunningStep, StepFailed
+from rollsync.shell.refit.step_waiting import NOTICED_S, RunningStep
 from rollsync.shell.refit.worker_group import call_remote
 
 logger = logging.getLogger(__name__)
@@ -351,12 +351,19 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             step_timeout_s=self.step_timeout_s,
         )
         finalize = partial(self._finalize_failed, policies=len(policy_refs)) if set_up else None
+        late = running.wait()
+        if late is not None and (silent := late.unresponsive) is not None:
+            raise self._noted(late, silent)
         try:
-            return running.answers(finalize)
-        except StepFailed as failed:
-            self.last_failure = failed.answers
-            cause = failed.answers.cause(failed.first)
-        raise cause from cause.__cause__
+            return list(ray.get([*policy_refs, *generation_refs]))
+        except Exception as first:
+            cause = self._noted(running.wait_out(finalize), first)
+            raise cause from cause.__cause__
+
+    def _noted(self, failure: WorkerAnswers, first: Exception) -> Exception:
+        """Why a step failed, which is in `last_failure` from now on."""
+        self.last_failure = failure
+        return failure.cause(first)
 
     def _finalize_failed(self, places: Sequence[int], *, policies: int) -> None:
         """Finalizes the checkpoint engine of some workers only: those that wait for them notice.
