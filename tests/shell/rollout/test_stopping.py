@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
 
-from rollsync.shell.rollout.stopping import done_before, result_before
+from rollsync.shell.rollout.stopping import asked_by, done_before, result_before
 
 
 class Work:
@@ -74,3 +76,16 @@ async def test_work_has_its_result_or_has_been_cancelled() -> None:
     cancelled: object = await result_before(stop, work())
     assert cancelled is None
     assert work.did == ["began", "cleaned up"]
+
+
+@pytest.mark.asyncio
+async def test_a_second_signal_asks_for_more_than_the_first_whichever_they_are() -> None:
+    first, second = asked_by(signal.SIGUSR1, signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await first.wait()
+    await asyncio.sleep(0)
+    assert not second.is_set()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    await second.wait()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        asyncio.get_running_loop().remove_signal_handler(number)

@@ -6,10 +6,24 @@ Rule kept here: what was begun has ended when the wait for it does, also when th
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Coroutine
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def asked_by(*signals: signal.Signals) -> tuple[asyncio.Event, asyncio.Event]:
+    """What this process is asked for by signals from now on, in the running event loop: set by the
+    first of them, and by the second."""
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def asked() -> None:
+        (second if first.is_set() else first).set()
+
+    for number in signals:
+        asyncio.get_running_loop().add_signal_handler(number, asked)
+    return first, second
 
 
 async def done_before(stop: asyncio.Event, work: Coroutine[object, None, None]) -> bool:

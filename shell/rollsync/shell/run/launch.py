@@ -30,7 +30,7 @@ from rollsync.shell.rollout.controller import RolloutController, RunOutcome
 from rollsync.shell.rollout.data_plane import DataPlane
 from rollsync.shell.rollout.environments import NoEnvironmentCheckpoint
 from rollsync.shell.rollout.prompts import PromptDataloader, ReasoningGymDataset
-from rollsync.shell.rollout.stopping import done_before, result_before
+from rollsync.shell.rollout.stopping import asked_by, done_before, result_before
 from rollsync.shell.run.actors import start_engine, start_policy
 from rollsync.shell.run.clients import make_clients, noted
 from rollsync.shell.run.fleet import EngineFleet
@@ -113,14 +113,7 @@ def opened_run(
 
 
 async def _run(run: OpenRun, placement: WorkerPlacement, plane: DataPlane) -> RunOutcome:
-    stop, at_once = asyncio.Event(), asyncio.Event()
-
-    def asked() -> None:
-        (at_once if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked)
+    stop, at_once = asked_by(signal.SIGTERM, signal.SIGINT)
     return await carry_on(
         run,
         plane=plane,
