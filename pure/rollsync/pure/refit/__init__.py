@@ -16,7 +16,8 @@ is written down of a rank's loader), `seen_load` and `seen_memory` (what these e
 (what is known of it from one stream to the next), `direct` (what needs no loader),
 `lifecycle` (what an engine may generate with), `model_shapes` (the tensors of a published model),
 `fused_experts` (those of a trainer's), `estimate` (what a refit will take), `deployment` (that,
-where no worker runs yet), `patience` (how long a sync waits), `plan_limits` (for how many), `dtypes`, `errors`, `describe`.
+where no worker runs yet), `plan_limits` (for how many), `patience` (how long a sync waits),
+`dtypes`, `errors`, `describe`.
 """
 
 from rollsync.pure.refit.agreement import (
