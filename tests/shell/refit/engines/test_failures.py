@@ -36,6 +36,17 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
+async def both_ends(sender: CheckpointEngine, receiver: CheckpointEngine) -> list[object]:
+    """What became of a stream on either side."""
+    return list(
+        await asyncio.gather(
+            sender.send_weights(sample_weights().items()),
+            receive_all(receiver),
+            return_exceptions=True,
+        )
+    )
+
+
 def test_the_sender_raises_what_the_loader_died_of(backend: str) -> None:
     with Rollouts(backend, {}, 1) as rollouts:
         rollouts.loader_fails_at = "bucket_and_one"
@@ -182,16 +193,9 @@ def test_another_runs_secret_does_not_get_in(backend: str) -> None:
         worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=metadata
     )
 
-    async def both() -> list[object]:
-        return list(
-            await asyncio.gather(
-                sender.send_weights(sample_weights().items()),
-                receive_all(receiver),
-                return_exceptions=True,
-            )
-        )
-
-    assert all(isinstance(error, TransferError) for error in asyncio.run(both()))
+    assert all(
+        isinstance(error, TransferError) for error in asyncio.run(both_ends(sender, receiver))
+    )
     sender.finalize()
     receiver.finalize()
 
@@ -209,16 +213,7 @@ def test_world_sizes_that_differ_from_the_peers_are_refused_at_once(backend: str
         worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=[theirs, ours]
     )
 
-    async def both() -> list[object]:
-        return list(
-            await asyncio.gather(
-                sender.send_weights(sample_weights().items()),
-                receive_all(receiver),
-                return_exceptions=True,
-            )
-        )
-
-    sent, received = asyncio.run(both())
+    sent, received = asyncio.run(both_ends(sender, receiver))
     assert isinstance(received, RefitConfigurationError)
     assert isinstance(sent, PeerFailed)
     assert "counts 1 policy and 1 rollout workers" in str(sent)

@@ -12,6 +12,7 @@ import torch
 from rpds import HashTrieMap
 
 from rollsync.shell.rollout.data_plane.protocol import PinnedRows, Row, StoredRow, Tags
+from rollsync.shell.rollout.data_plane.refusals import check_held, check_tags, field_of
 from rollsync.shell.rollout.data_plane.write_log import PinnedLog, WriteLog
 from rollsync.shell.rollout.errors import DataPlaneError
 
@@ -35,12 +36,7 @@ class InProcessDataPlane:
     ) -> None:
         """See `DataPlane.put`."""
         tags = tags or {}
-        stray = [key for key in tags if key not in rows]
-        if stray:
-            raise DataPlaneError(
-                f"partition {partition_id}: tags for {_some(stray)}, which are not put",
-                remedy="give tags only for the keys of `rows`",
-            )
+        check_tags(partition_id, rows, tags)
         held = self._rows(partition_id)
         merged = {key: self._merge(held.get(key), row, tags.get(key)) for key, row in rows.items()}
         after = held.update(merged)
@@ -54,7 +50,7 @@ class InProcessDataPlane:
         stored = _select(self._rows(partition_id), partition_id, keys)
         return {
             key: {
-                name: _field(row, name, key, partition_id).clone()
+                name: field_of(row.fields, name, key, partition_id).clone()
                 for name in (row.fields if fields is None else fields)
             }
             for key, row in stored.items()
@@ -133,22 +129,5 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _select(
     rows: HashTrieMap[str, StoredRow], partition_id: str, keys: Sequence[str]
 ) -> dict[str, StoredRow]:
-    missing = [key for key in keys if key not in rows]
-    if missing:
-        raise DataPlaneError(f"partition {partition_id} has no row {_some(missing)}")
+    check_held(partition_id, rows, keys)
     return {key: rows[key] for key in keys}
-
-
-def _field(row: StoredRow, name: str, key: str, partition_id: str) -> torch.Tensor:
-    tensor = row.fields.get(name)
-    if tensor is None:
-        raise DataPlaneError(
-            f"partition {partition_id}: row {key} has no field {name}, "
-            f"it has {_some(sorted(row.fields))}"
-        )
-    return tensor
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -23,13 +23,13 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-import torch
 import transfer_queue
 from msgspec import Struct
 from rpds import HashTrieMap
 from tensordict import NonTensorStack, TensorDict
 
 from rollsync.shell.rollout.data_plane.protocol import PinnedRows, Row, StoredRow, Tags
+from rollsync.shell.rollout.data_plane.refusals import check_held, check_tags, field_of, some
 from rollsync.shell.rollout.data_plane.stamped_rows import (
     RowStamps,
     payloads_of,
@@ -93,12 +93,7 @@ class TransferQueueDataPlane:
     ) -> None:
         """See `DataPlane.put`."""
         tags = tags or {}
-        stray = [key for key in tags if key not in rows]
-        if stray:
-            raise DataPlaneError(
-                f"partition {partition_id}: tags for {_some(stray)}, which are not put",
-                remedy="give tags only for the keys of `rows`",
-            )
+        check_tags(partition_id, rows, tags)
         if not rows:
             return
         async with self._turn(partition_id, rows):
@@ -122,13 +117,13 @@ class TransferQueueDataPlane:
     ) -> dict[str, Row]:
         """See `DataPlane.get`."""
         known = self._rows(partition_id)
-        self._require(partition_id, known, keys)
+        check_held(partition_id, known, keys)
         # A put of this plane may come between, so any of its writes will do.
         rows = await self._read(partition_id, keys, known, exact=False)
         if fields is None:
             return rows
         return {
-            key: {name: _field(row, name, key, partition_id) for name in fields}
+            key: {name: field_of(row, name, key, partition_id) for name in fields}
             for key, row in rows.items()
         }
 
@@ -244,20 +239,13 @@ class TransferQueueDataPlane:
         gone = await self._gone()
         if gone:
             raise DataPlaneLost(
-                f"partition {partition_id}: {_some(gone)} of TransferQueue died, and the rows that "
+                f"partition {partition_id}: {some(gone)} of TransferQueue died, and the rows that "
                 "were there are lost",
                 remedy="see Ray's logs of it; the same command goes on from the last save",
             ) from cause
 
     def _log(self, partition_id: str) -> WriteLog:
         return self._logs.setdefault(partition_id, WriteLog())
-
-    def _require(
-        self, partition_id: str, known: HashTrieMap[str, _Known], keys: Sequence[str]
-    ) -> None:
-        missing = [key for key in keys if key not in known]
-        if missing:
-            raise DataPlaneError(f"partition {partition_id} has no row {_some(missing)}")
 
     @asynccontextmanager
     async def _turn(self, partition_id: str, keys: Iterable[str]) -> AsyncIterator[None]:
@@ -347,9 +335,7 @@ class _HeldRows:
 
     async def get(self, keys: Sequence[str]) -> dict[str, StoredRow]:
         known = self._held()
-        missing = [key for key in keys if key not in known]
-        if missing:
-            raise DataPlaneError(f"partition {self._partition_id} had no row {_some(missing)}")
+        check_held(self._partition_id, known, keys)
         rows = await self._plane.read_held(self._partition_id, keys, known)
         return {
             key: StoredRow(row, known[key].tags, known[key].revision) for key, row in rows.items()
@@ -375,17 +361,3 @@ def _own_tags(tags: Mapping[str, object]) -> Tags:
         for name, value in tags.items()
         if name != _STAMP_TAG and isinstance(value, (str, int, float, bool))
     }
-
-
-def _field(row: Row, name: str, key: str, partition_id: str) -> torch.Tensor:
-    tensor = row.get(name)
-    if tensor is None:
-        raise DataPlaneError(
-            f"partition {partition_id}: row {key} has no field {name}, it has {_some(sorted(row))}"
-        )
-    return tensor
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
