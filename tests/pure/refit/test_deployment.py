@@ -102,6 +102,12 @@ def test_any_sizes_are_answered_by_figures_or_by_words(
     world = deployment.engines.rollout_world_size
     assert [route.rollout_rank for route in estimate.routes] == list(range(world))
     assert sum(r.payload_bytes + r.padding_bytes for r in estimate.routes) == estimate.sent_bytes
+    by_policy = estimate.sent_bytes_by_policy_rank
+    assert len(by_policy) == deployment.train_world_size
+    assert max(by_policy) <= estimate.most_sent_bytes <= estimate.sent_bytes
+    assert [rank for rank, sent in enumerate(by_policy) if not sent] == list(
+        estimate.idle_policy_ranks
+    )
     assert estimate.parameters_bytes <= sum(route.payload_bytes for route in estimate.routes)
     for route in estimate.routes:
         assert 0 <= route.payload_bytes <= estimate.parameters_bytes

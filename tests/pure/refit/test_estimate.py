@@ -60,7 +60,10 @@ def test_a_relay_is_one_bucket_behind_whom_it_relays() -> None:
     ]
     assert [route.sender for route in estimate.routes] == ["policy", "rollout", "rollout"]
     assert {route.policy_rank for route in estimate.routes} == {0}
+    # The first of the relays has two behind it.
+    assert (estimate.sent_bytes_by_policy_rank, estimate.most_sent_bytes) == ((1124,), 2 * 1124)
     slower = estimated(1, sites, relays=False)
+    assert (slower.sent_bytes_by_policy_rank, slower.most_sent_bytes) == ((3 * 1124,), 3 * 1124)
     assert estimate.seconds < slower.seconds
 
 
@@ -68,6 +71,7 @@ def test_buckets_are_held_by_who_sends_and_who_reads_from_afar() -> None:
     estimate = estimated(3, Sites(policy_hosts=("p",) * 3, rollout_hosts=("r",)))
     assert estimate.idle_policy_ranks == (1, 2)
     assert estimate.reserved_bytes == 2 * 1024
+    assert estimate.sent_bytes_by_policy_rank == (1124, 0, 0)
     on_its_host = estimated(1, Sites(policy_hosts=("p",), rollout_hosts=("p", "p", "r", "r")))
     assert [route.engine for route in on_its_host.routes] == ["shm", "shm", "nixl", "shm"]
     assert on_its_host.reserved_bytes == 2 * 1024

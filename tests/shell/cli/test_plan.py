@@ -132,6 +132,7 @@ def test_the_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "8.00 GiB (0.1 of 80 GiB)" in lines["bucket"]
     assert "16.00 GiB a worker that sends, or reads" in lines["memory reserved"]
     assert "144.00 GiB in all" in lines["memory reserved"]
+    assert "at most 131.43 GiB by one worker" in lines["sent"]
     assert "8 rollout (tensor-parallel 8)" in lines["workers"]
     # One worker sends the whole model, 141.1 GB at 25 GB/s, in eight streams.
     assert "5.65 s" in lines["time of the links"]

@@ -116,6 +116,8 @@ class RefitEstimate(Struct, frozen=True, kw_only=True):
             buckets cannot hold is put together; 0 where they can hold every part.
         largest: The largest tensor; None for a model without tensors.
         sent_bytes: What all routes move, padding included.
+        sent_bytes_by_policy_rank: What of that each policy worker sends.
+        most_sent_bytes: By one worker, of either side.
         seconds: Until the last rollout worker has everything.
         idle_policy_ranks: Policy workers that send nothing.
         routes: One for each rollout worker, by rank.
@@ -129,6 +131,8 @@ class RefitEstimate(Struct, frozen=True, kw_only=True):
     assembly_bytes_per_receiver: int
     largest: LargestTensor | None
     sent_bytes: int
+    sent_bytes_by_policy_rank: tuple[int, ...]
+    most_sent_bytes: int
     seconds: float
     idle_policy_ranks: tuple[int, ...]
     routes: tuple[RouteEstimate, ...]
@@ -185,6 +189,7 @@ def estimate_refit(
     sizes = measured.unwrap()
     engines = [_engine(route, sites) for route in table.routes]
     seconds = _seconds([size.stream for size in sizes], table, engines, links)
+    sent_by, policy = _sent_by(table, sizes), map(PolicyWorker, range(table.train_world_size))
     placed = zip(table.routes, shards.shard_of_rank, streams, sizes, strict=True)
     along = zip(placed, table.origins, engines, seconds, strict=True)
     routes = tuple(_route(*each, origin, engine, done) for each, origin, engine, done in along)
@@ -198,7 +203,9 @@ def estimate_refit(
             reserved_bytes=with_buffers * BUCKETS_PER_WORKER * bucket_bytes,
             assembly_bytes_per_receiver=max(map(_assembly_bytes, streams, sizes)),
             largest=_largest(specs, bucket_bytes),
-            sent_bytes=sum(size.stream.moved_bytes for size in sizes),
+            sent_bytes=sum(sent_by.values()),
+            sent_bytes_by_policy_rank=tuple(sent_by.get(each, 0) for each in policy),
+            most_sent_bytes=max(sent_by.values()),
             seconds=max(seconds),
             idle_policy_ranks=table.idle_policy_ranks,
             routes=routes,
@@ -320,6 +327,14 @@ def _assembly_bytes(stream: _Stream, size: _Size) -> int:
     ring = Ring(bucket_bytes=stream.bucket_bytes, buckets=BUCKETS_PER_WORKER, mirrored=True)
     largest = size.stream.largest_bytes
     return 0 if ring.holds(0, largest) else largest
+
+
+def _sent_by(table: RoutingTable, sizes: Sequence[_Size]) -> dict[Worker, int]:
+    """What each worker that sends does send, in bytes."""
+    sent: dict[Worker, int] = {}
+    for route, size in zip(table.routes, sizes, strict=True):
+        sent[route.sender] = sent.get(route.sender, 0) + size.stream.moved_bytes
+    return sent
 
 
 def _engine(route: Route, sites: Sites) -> Engine:

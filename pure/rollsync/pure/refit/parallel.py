@@ -143,7 +143,7 @@ def plan_shards(
         place = _Place(*place_of(rank, parallelism))
         if place not in shards:
             tensors = [model.tensors[index] for index in held(place)]
-            layout = _layout(tensors, model.experts, parallelism, place)
+            layout = _layout(tensors, parallelism, place)
             if not is_successful(layout):
                 return Failure(layout.failure())
             shards[place] = len(layouts)
@@ -259,7 +259,7 @@ def _tensors_of_places(
 
 
 def _layout(
-    tensors: Iterable[_Located], experts: int, parallelism: Parallelism, place: _Place
+    tensors: Iterable[_Located], parallelism: Parallelism, place: _Place
 ) -> Result[tuple[Part, ...], DimensionNotDivisible]:
     stages = parallelism.pipeline_parallel
     boxes_of: dict[_Kind, tuple[Box, ...]] = {}

@@ -270,7 +270,11 @@ def _summary(model: ModelFiles, options: PlanOptions, estimate: RefitEstimate) -
         f"{options.rollout_world_size} rollout{_groups(options)}",
     )
     padding_bytes = sum(route.padding_bytes for route in estimate.routes)
-    grid.add_row("sent", f"{_size(estimate.sent_bytes)}, of that {_size(padding_bytes)} padding")
+    grid.add_row(
+        "sent",
+        f"{_size(estimate.sent_bytes)}, of that {_size(padding_bytes)} padding; "
+        f"at most {_size(estimate.most_sent_bytes)} by one worker",
+    )
     grid.add_row("time of the links", f"{estimate.seconds:.3g} s")
     return grid
 
