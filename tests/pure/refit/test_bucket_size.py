@@ -13,7 +13,7 @@ from rollsync.pure.refit import (
     parse_ratio,
     resolve_bucket_bytes,
 )
-from rollsync.pure.refit.bucket_size import reported_memory
+from rollsync.pure.refit.bucket_size import HostMemory, reported_memory, smallest_share
 from rollsync.pure.refit.errors import (
     BucketTooSmall,
     MemoryNotANumber,
@@ -111,6 +111,33 @@ def test_workers_of_a_host_share_what_the_container_may_use(
     )
     usable = host_bytes if limit_bytes is None else min(host_bytes, limit_bytes)
     assert 0 <= usable - share * workers < workers
+
+
+@given(st.lists(st.none() | st.builds(HostMemory, st.sampled_from("ab"), st.integers(1, 2**45))))
+def test_a_share_leaves_room_for_everybody_on_each_host(workers: list[HostMemory | None]) -> None:
+    share = smallest_share(workers)
+    sharing = [worker for worker in workers if worker is not None]
+    assert (share is None) == (not sharing)
+    for worker in sharing:
+        together = sum(other.host == worker.host for other in sharing)
+        assert share is not None
+        assert share * together <= worker.usable_bytes
+
+
+def test_workers_that_each_report_the_host_s_memory_are_given_their_share_of_it() -> None:
+    memory = HostMemory("one", 800 * MEBIBYTE)
+    share = smallest_share([memory, memory, None, memory, memory, HostMemory("two", 2**40)])
+    assert share == 200 * MEBIBYTE
+    for reported in (800 * MEBIBYTE, 200 * MEBIBYTE):
+        assert (
+            resolve_bucket_bytes(
+                0.5,
+                policy_memory_bytes=[reported] * 2,
+                rollout_memory_bytes=[2**40] * 3,
+                share_bytes=share,
+            ).unwrap()
+            == 100 * MEBIBYTE
+        )
 
 
 def test_the_memory_of_all_ranks_of_a_side_is_read_and_anything_else_named() -> None:

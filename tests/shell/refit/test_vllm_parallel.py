@@ -77,7 +77,7 @@ class Refit:
     ) -> CheckpointEngineWeightSynchronizer:
         """Connects all to the engine, which is synchronous if it has several ranks."""
         group = GenerationGroup([self.engine], ranks_per_engine=ranks, async_engine=ranks == 1)
-        sync = synchronizer(self.policy, group, backend, bucket_mebibytes=1, ranks=RANKS, **options)
+        sync = synchronizer(self.policy, group, backend, bucket_mebibytes=1, **options)
         sync.init_communicator()
         return sync
 

@@ -12,7 +12,7 @@ import torch
 
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.generation import Completion, SamplingSettings
-from rollsync.shell.refit.host_memory import worker_total_memory_bytes
+from rollsync.shell.refit.interfaces import CheckpointEngineConfig
 from rollsync.shell.refit.vllm_generation import (
     CPU_ENVIRONMENT,
     VllmGenerationWorker,
@@ -119,22 +119,22 @@ def synchronizer(
     backend: str = "shm",
     *,
     bucket_mebibytes: int = 64,
-    ranks: int = 1,
     **options: Any,
 ) -> CheckpointEngineWeightSynchronizer:
     """Connects one policy worker, or several, through buckets of a size."""
-    smallest_worker_bytes = worker_total_memory_bytes(ranks)
-    return CheckpointEngineWeightSynchronizer(
-        PolicyGroup(policy if isinstance(policy, Sequence) else [policy]),
-        generation,
-        {
-            "backend": backend,
-            "update_weights_bucket_memory_ratio": (bucket_mebibytes + 0.5)
-            * MEBIBYTE
-            / smallest_worker_bytes,
-            "engine_kwargs": {backend: options},
-        },
+    config: CheckpointEngineConfig = {
+        "backend": backend,
+        "update_weights_bucket_memory_ratio": 0.5,
+        "engine_kwargs": {backend: options},
+    }
+    sync = CheckpointEngineWeightSynchronizer(
+        PolicyGroup(policy if isinstance(policy, Sequence) else [policy]), generation, config
     )
+    share_bytes = sync._smallest_share()
+    assert share_bytes is not None
+    ratio = (bucket_mebibytes + 0.5) * MEBIBYTE / share_bytes
+    config["update_weights_bucket_memory_ratio"] = ratio
+    return sync
 
 
 def is_answer_of(saved: str, answer: Completion, version: int) -> bool:

@@ -7,9 +7,11 @@ a typing error costs no remote call.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, SupportsInt
 
+from msgspec import Struct
 from returns.result import Failure, Result, Success
 
 from rollsync.pure.refit.errors import (
@@ -30,6 +32,18 @@ RATIO_SETTING: Final = "update_weights_bucket_memory_ratio"
 """The name of the ratio in the configuration."""
 
 
+class HostMemory(Struct, frozen=True):
+    """The memory of a host.
+
+    Attributes:
+        host: Names the host.
+        usable_bytes: What workers on it may use together.
+    """
+
+    host: str
+    usable_bytes: int
+
+
 def parse_ratio(value: object) -> Result[float, RatioError]:
     """The configured share of memory that one bucket takes, strictly between 0 and 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -46,6 +60,7 @@ def resolve_bucket_bytes(
     *,
     policy_memory_bytes: Sequence[int],
     rollout_memory_bytes: Sequence[int],
+    share_bytes: int | None = None,
 ) -> Result[int, BucketSizeError]:
     """The size of a bucket in bytes, a multiple of a MiB.
 
@@ -53,6 +68,7 @@ def resolve_bucket_bytes(
         ratio: The share, from `parse_ratio`.
         policy_memory_bytes: Total memory of every policy worker, by rank.
         rollout_memory_bytes: Total memory of every rollout worker, by rank.
+        share_bytes: What no worker has more of, from `smallest_share`, whatever it reports.
     """
     reported: tuple[tuple[Side, Sequence[int]], ...] = (
         ("policy", policy_memory_bytes),
@@ -65,7 +81,8 @@ def resolve_bucket_bytes(
         for worker, total_bytes in enumerate(side_bytes):
             if total_bytes <= 0:
                 return Failure(MemoryNotPositive(side=side, worker=worker, total_bytes=total_bytes))
-            totals.append((total_bytes, side, worker))
+            has_bytes = total_bytes if share_bytes is None else min(total_bytes, share_bytes)
+            totals.append((has_bytes, side, worker))
     smallest_bytes, side, worker = min(totals)
     mebibytes = int(smallest_bytes * ratio) // MEBIBYTE
     if mebibytes < 1:
@@ -98,6 +115,19 @@ def reported_memory(
     return Success(tuple(totals))
 
 
+def smallest_share(workers: Iterable[HostMemory | None]) -> int | None:
+    """What the workers of the fullest host have each, in bytes; None when none is known to share
+    one.
+
+    Args:
+        workers: For every worker of either side, where its memory is; None for one that has an
+            accelerator's, or of which that is not known.
+    """
+    sharing = [memory for memory in workers if memory is not None]
+    count = Counter(memory.host for memory in sharing)
+    return min((memory.usable_bytes // count[memory.host] for memory in sharing), default=None)
+
+
 def host_memory_share(
     *, host_bytes: int, container_limit_bytes: int | None, workers_on_host: int
 ) -> int:
@@ -106,7 +136,7 @@ def host_memory_share(
     Args:
         host_bytes: Memory of the host.
         container_limit_bytes: What the container may use of it, where there is a limit.
-        workers_on_host: How many workers of either side share it, at least 1.
+        workers_on_host: How many workers share it, as far as this one knows; at least 1.
     """
     usable_bytes = host_bytes
     if container_limit_bytes is not None:

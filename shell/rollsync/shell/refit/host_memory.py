@@ -6,7 +6,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from rollsync.pure.refit import host_memory_share
+from rollsync.pure.refit.bucket_size import HostMemory, host_memory_share
+from rollsync.shell.refit.engines.metadata import host_identity
 
 _LIMIT_FILES = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -28,6 +29,14 @@ def worker_total_memory_bytes(workers_on_host: int) -> int:
         container_limit_bytes=container_limit_bytes(_LIMIT_FILES),
         workers_on_host=workers_on_host,
     )
+
+
+def shared_memory_of(worker: object) -> HostMemory | None:
+    """The memory that the worker of this process shares with others; None with an accelerator."""
+    del worker  # Ray gives it to what an actor is asked to call.
+    if torch.cuda.is_available():
+        return None
+    return HostMemory(host_identity(), worker_total_memory_bytes(1))
 
 
 def container_limit_bytes(limit_files: tuple[Path, ...]) -> int | None:

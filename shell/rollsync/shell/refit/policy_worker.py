@@ -44,7 +44,8 @@ class PolicyRefitMixin:
 
     @property
     def workers_on_host(self) -> int:
-        """How many workers share this host's memory."""
+        """How many workers share this host's memory, as far as this one knows: the synchronizer
+        counts all that are in rollsync's groups."""
         return local_world_size()
 
     def weight_version(self) -> int:

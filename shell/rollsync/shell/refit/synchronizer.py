@@ -20,7 +20,12 @@ from ray import ObjectRef
 
 from rollsync.pure.refit import MEBIBYTE, EngineChoice, parse_ratio, resolve_bucket_bytes
 from rollsync.pure.refit.blame import refused
-from rollsync.pure.refit.bucket_size import RATIO_SETTING, reported_memory
+from rollsync.pure.refit.bucket_size import (
+    RATIO_SETTING,
+    HostMemory,
+    reported_memory,
+    smallest_share,
+)
 from rollsync.pure.refit.metadata import rank_prefixes, topology_of_answers
 from rollsync.pure.refit.patience import DEFAULT_STEP_TIMEOUT_S, Step, parse_timeout, refit_timeout
 from rollsync.pure.refit.routes import NOTHING_TO_RELAY, choices_among, relayed
@@ -37,7 +42,7 @@ from rollsync.shell.refit.interfaces import (
 from rollsync.shell.refit.report import SyncMetrics, SyncReport, summarize
 from rollsync.shell.refit.step_failure import WorkerAnswers
 from rollsync.shell.refit.step_waiting import NOTICED_S, RunningStep
-from rollsync.shell.refit.worker_group import call_remote
+from rollsync.shell.refit.worker_group import RayWorkerGroup, call_remote
 
 logger = logging.getLogger(__name__)
 
@@ -229,11 +234,28 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
                 ratio,
                 policy_memory_bytes=accepted(reported_memory("policy", totals[:policies])),
                 rollout_memory_bytes=accepted(reported_memory("rollout", totals[policies:])),
+                share_bytes=self._smallest_share(),
             )
         )
         self._bucket_size_bytes = bucket_size_bytes
         logger.info("%d MiB per transfer buffer", bucket_size_bytes // MEBIBYTE)
         return bucket_size_bytes
+
+    def _smallest_share(self) -> int | None:
+        """What the workers of the fullest host have of its memory each, as far as it can be known:
+        somebody else's workers tell their own number only."""
+        policy, generation = self._policy.worker_group, self._generation.worker_group
+        policy_refs = policy.shared_memories() if isinstance(policy, RayWorkerGroup) else []
+        engine_refs = generation.shared_memories() if isinstance(generation, RayWorkerGroup) else []
+        if not (policy_refs or engine_refs):
+            return None
+        memories = self._answers(Step.MEASURE, policy_refs, engine_refs)
+        ranks = [1] * len(policy_refs) + [self._ranks_per_engine()] * len(engine_refs)
+        return smallest_share(
+            memory if isinstance(memory, HostMemory) else None
+            for memory, of_it in zip(memories, ranks, strict=True)
+            for _ in range(of_it)
+        )
 
     def _ensure_checkpoint_engine_ready(self) -> None:
         if self._checkpoint_engine_ready:

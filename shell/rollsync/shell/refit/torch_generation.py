@@ -32,7 +32,8 @@ class TorchGenerationWorker:
 
     Args:
         model: path of a causal language model in Hugging Face's layout.
-        workers_on_host: how many workers share this host's memory.
+        workers_on_host: how many workers share this host's memory, if more than are in the groups
+            that are synchronized.
         threads: how many threads torch computes with; 0 leaves its own number.
     """
 

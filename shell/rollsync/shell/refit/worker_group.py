@@ -21,6 +21,7 @@ from rollsync.shell.refit.errors import (
     name_of_engine,
 )
 from rollsync.shell.refit.generation import Completion, SamplingSettings
+from rollsync.shell.refit.host_memory import shared_memory_of
 from rollsync.shell.refit.remote_waits import wait_for_all
 
 Actor: TypeAlias = object
@@ -43,6 +44,10 @@ class RayWorkerGroup:
     def __init__(self, leaders: Sequence[Actor], *, ranks_per_leader: int = 1) -> None:
         self.leaders = list(leaders)
         self.workers = [leader for leader in leaders for _ in range(ranks_per_leader)]
+
+    def shared_memories(self) -> list[ObjectRef[object]]:
+        """Asks every leader for the `HostMemory` that its ranks share with others."""
+        return [call_remote(leader, "__ray_call__", shared_memory_of) for leader in self.leaders]
 
     def run_all_workers_single_data(
         self,

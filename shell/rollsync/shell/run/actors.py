@@ -61,7 +61,7 @@ def _vllm_engine(config: MasterConfig, placement: WorkerPlacement, slot: int) ->
         "dtype": "float32",
         "seed": config.run.seed,
     }
-    # vLLM's own workers count those that share their host's memory.
+    # Its workers know of themselves only; the synchronizer counts who else is on their host.
     return actor.remote(config.model.path, options)
 
 
