@@ -188,4 +188,8 @@ def test_two_stages_of_an_engine_take_their_layers_each_from_its_policy_worker(
     # The stream that broke was the first stage's only.
     whole = (whole_bytes, whole_bytes)
     assert received == [whole, kept, kept, (whole_bytes, kept[1]), kept]
+    # And the first stage is enough to stop vLLM itself.
+    assert ray.get(refit.engine.refusal_of_vllm.remote()) == ""
+    refit.break_one(sync)
+    assert ray.get(refit.engine.refusal_of_vllm.remote()) == "EngineDeadError"
     ray.kill(refit.engine)

@@ -80,6 +80,17 @@ class RankedEngine(VllmSyncGenerationWorker):
     def pids(self) -> list[int]:
         return list(self._llm.collective_rpc(_pid))
 
+    def refusal_of_vllm(self) -> str:
+        """The name of vLLM's error when it is asked without what refuses before it, as others drive
+        it; empty if it answers."""
+        from rollsync.shell.refit.vllm_calls import complete_all, sampling_params
+
+        try:
+            complete_all(self._llm, PROMPT, sampling_params(GREEDY, 11), 0)
+        except Exception as error:
+            return type(error).__name__
+        return ""
+
 
 def _pid(_: object) -> int:
     return os.getpid()

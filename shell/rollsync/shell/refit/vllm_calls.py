@@ -5,6 +5,9 @@ Rules kept here: nothing that a driver imports imports this module, so that a dr
 engine's processes do, which vLLM's own would wait for.
 """
 
+import rollsync.shell.refit.vllm_version  # noqa: F401
+
+# isort: split
 import asyncio
 import concurrent.futures
 import uuid
@@ -23,7 +26,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollsync.shell.refit.beside import begun
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.generation import Completion, SamplingSettings
-from rollsync.shell.refit.vllm_loader import check_vllm_version
 from rollsync.shell.refit.vllm_worker import WORKER_EXTENSION
 
 LOOK_S: Final = 0.5
@@ -34,13 +36,11 @@ _T = TypeVar("_T")
 
 def start_async(model: str, options: Mapping[str, Any]) -> AsyncLLM:
     """Starts an asynchronous engine; in the event loop that will use it."""
-    check_vllm_version()
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_options(model, options)))
 
 
 def start_sync(model: str, options: Mapping[str, Any]) -> LLM:
     """Starts a synchronous engine."""
-    check_vllm_version()
     return LLM(**engine_options(model, options))
 
 

@@ -1,14 +1,17 @@
-"""Keeps a vLLM model from answering requests with weights that are not those of one whole update.
+"""Keeps a vLLM worker from answering requests with weights that are not those of one whole update.
 
-vLLM's own weight-update calls have no place for a refusal, so the model itself refuses: its forward
-pass, and its logits, which are computed apart from it also where a CUDA graph replays the forward
-pass without calling it. vLLM ends an engine whose model raises: that is loud, and its log names the
-error, where a mixture of weights would have answered as if nothing had happened.
+vLLM's own calls have no place for a refusal, so what computes refuses: the worker's runner where
+rollsync is an extension of the worker, and the model where it is given no more than that. vLLM ends
+an engine in which that is raised: that is loud, and its log names the error, where a mixture of
+weights would have answered as if nothing had happened.
 
 Rule kept here: a pass that is for no request, such as the empty ones that keep data-parallel ranks
 in step, is never refused.
 """
 
+import rollsync.shell.refit.vllm_version  # noqa: F401
+
+# isort: split
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,19 +22,11 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from rollsync.shell.refit.errors import EngineNotServing
 
 
-class ModelGate:
-    """Lets one model answer, or not; open at first.
+class Gate:
+    """Lets requests be computed, or not; open at first."""
 
-    Args:
-        model: as the worker has it.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self) -> None:
         self._cause = ""
-        model.register_forward_pre_hook(self._check_pass)
-        compute_logits: object = getattr(model, "compute_logits", None)
-        if callable(compute_logits):
-            vars(model)["compute_logits"] = self._guarded(compute_logits)
 
     def close(self, cause: str) -> None:
         """Refuses everything from now on, because of `cause`."""
@@ -53,6 +48,44 @@ class ModelGate:
                 state="poisoned",
                 remedy="pause requests during a weight update, and until a whole one succeeds",
             )
+
+
+class RunnerGate(Gate):
+    """The gate of one worker's model runner: nothing is computed at all, by a replayed CUDA graph
+    no more than by the model.
+
+    Args:
+        runner: as the worker has it.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        execute_model = runner.execute_model
+
+        @functools.wraps(execute_model)
+        def guarded(scheduler_output: Any, *args: Any, **kwargs: Any) -> object:
+            if scheduler_output.total_num_scheduled_tokens and not kwargs.get("dummy_run"):
+                self.check()
+            return execute_model(scheduler_output, *args, **kwargs)
+
+        runner.execute_model = guarded
+
+
+class ModelGate(Gate):
+    """The gate of one model: its forward pass, and its logits, which are computed apart from it
+    also where a CUDA graph replays the forward pass without calling it.
+
+    Args:
+        model: as the worker has it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        model.register_forward_pre_hook(self._check_pass)
+        for name in ("compute_logits", "compute_logits_local"):
+            compute: object = getattr(model, name, None)
+            if callable(compute):
+                vars(model)[name] = self._guarded(compute)
 
     def _check_pass(self, _: torch.nn.Module, __: object) -> None:
         if is_forward_context_available() and get_forward_context().attn_metadata:

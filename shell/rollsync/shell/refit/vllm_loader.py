@@ -8,12 +8,13 @@ the reload. Some loaders (gpt-oss's of vLLM 0.32) write to parameters directly, 
 not see: it would put the old weights back.
 """
 
+import rollsync.shell.refit.vllm_version  # noqa: F401
+
+# isort: split
 import contextlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import vllm
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -27,28 +28,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rollsync.shell.refit.errors import RefitError, UnsupportedVllm, WeightMismatch
 from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
 
-OLDEST_VLLM = (0, 16)
-NEWEST_VLLM = (0, 33)
-"""The range of vLLM releases, both ends included, whose reload interfaces are these."""
-
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """Of the layers that may compute with the very bytes that are loaded."""
-
-
-def check_vllm_version(version: str = vllm.__version__) -> None:
-    """Refuses a vLLM that this module was not written for.
-
-    Raises:
-        UnsupportedVllm: when `version` is not in the range from `OLDEST_VLLM` to `NEWEST_VLLM`.
-    """
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    if not OLDEST_VLLM <= release <= NEWEST_VLLM:
-        oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST_VLLM, NEWEST_VLLM))
-        raise UnsupportedVllm(
-            f"vLLM {version} is outside the supported range {oldest} to {newest}",
-            remedy=f"install vllm>={oldest},<={newest}.*",
-        )
 
 
 class VllmModelUpdate:

@@ -1,22 +1,36 @@
 """Makes rollsync a weight-transfer backend of vLLM, through its entry point for plug-ins.
 
-`WeightTransferConfig(backend="rollsync")` then selects it. Rule kept here: registering imports
-nothing of the backend, and may happen in every process of vLLM, any number of times.
+`WeightTransferConfig(backend="rollsync")` then selects it. Rules kept here: registering imports
+nothing of the backend, and may happen in every process of vLLM, any number of times; and beside a
+vLLM that rollsync does not work with it registers nothing and says so, as vLLM also calls it in
+engines that have nothing to do with rollsync.
 """
 
-from vllm.distributed.weight_transfer import factory
+import logging
+
+from rollsync.shell.refit.errors import UnsupportedVllm
 
 NAME = "rollsync"
 _MODULE = "rollsync.shell.refit.vllm_transfer"
 
+logger = logging.getLogger(__name__)
+
 
 def register() -> None:
     """Called by vLLM in each of its processes."""
-    if NAME not in factory.WeightTransferEngineFactory._registry:
-        factory.WeightTransferEngineFactory.register_engine(
-            NAME, _MODULE, "RollsyncWeightTransferEngine"
+    try:
+        import rollsync.shell.refit.vllm_version  # noqa: F401
+    except UnsupportedVllm as error:
+        logger.warning("there is no weight-transfer backend %r: %s", NAME, error)
+        return
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+
+    if NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(NAME, _MODULE, "RollsyncWeightTransferEngine")
+    if NAME not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(
+            NAME, f"{_MODULE}_trainer", "RollsyncTrainerWeightTransferEngine"
         )
-    # Releases before the trainer's half was vLLM's own have no such factory.
-    trainers = getattr(factory, "WeightTransferTrainerFactory", None)
-    if trainers is not None and NAME not in trainers._registry:
-        trainers.register_engine(NAME, f"{_MODULE}_trainer", "RollsyncTrainerWeightTransferEngine")

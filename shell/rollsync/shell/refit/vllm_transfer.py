@@ -4,13 +4,18 @@ For users who drive vLLM's `init_weight_transfer_engine`, `start_weight_update`,
 and `finish_weight_update`. These calls have no place for a refusal to generate: after a failed
 `update_weights` the weights are a mixture, and vLLM's weight version stays the old one. A whole
 update makes that good. A request that comes before it is refused by the model, which ends the
-engine; rollsync's own generation workers refuse by themselves, and their engine lives.
+engine; rollsync's own generation workers refuse by themselves, and their engine lives. Nor do these
+calls empty the prefix, multi-modal and encoder caches of what old weights computed: whoever drives
+them has to call `reset_prefix_cache`, `reset_mm_cache` and `reset_encoder_cache` after each update.
 
 Rules kept here: one `update_weights` receives and loads one whole stream, so that what the ranks of
 an engine learn of their loader in one is there for the next; and from the start of an update to its
 success the model answers no request.
 """
 
+import rollsync.shell.refit.vllm_version  # noqa: F401
+
+# isort: split
 import logging
 from dataclasses import dataclass, field
 
@@ -30,7 +35,7 @@ from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.rendezvous import Rendezvous
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.vllm_gate import ModelGate
-from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
+from rollsync.shell.refit.vllm_loader import VllmModelUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +88,6 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
         device: torch.device,
         model: torch.nn.Module,
     ) -> None:
-        check_vllm_version()
         super().__init__(config, vllm_config, device, model)
         self._gate = ModelGate(model)
         self._receiver = RefitReceiver(

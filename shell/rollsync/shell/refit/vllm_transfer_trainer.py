@@ -7,6 +7,9 @@ come is what both sides hold each stream to, so that they disagree before the fi
 do, and a rank of several is sent no more than it keeps.
 """
 
+import rollsync.shell.refit.vllm_version  # noqa: F401
+
+# isort: split
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence

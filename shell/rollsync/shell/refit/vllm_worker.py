@@ -4,7 +4,13 @@ vLLM makes `RefitWorkerExtension` a base of its worker, and `collective_rpc` cal
 name, as NeMo-RL's generation does too. Rules kept here: no name collides with the worker's own;
 arguments and answers are plain values, because vLLM's own transport carries nothing else; and what
 rollsync calls here answers failures as values, because an exception of one rank leaves the answers
-of the other ranks in vLLM's queues, where the next call takes them for its own.
+of the other ranks in vLLM's queues, where the next call takes them for its own; and from the start
+of an update to its success this worker computes nothing for a request, whoever drives it.
+
+What a worker cannot do is empty the prefix, multi-modal and encoder caches of what old weights
+computed: vLLM keeps them where it schedules. rollsync's own generation workers do it after every
+update; whoever calls these methods otherwise has to call `reset_prefix_cache`, `reset_mm_cache` and
+`reset_encoder_cache` of the engine.
 """
 
 import logging
@@ -15,12 +21,14 @@ import msgspec
 import torch
 
 from rollsync.pure.refit import TensorSpec
+from rollsync.pure.refit.lifecycle import Poisoned
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
 from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.step_answers import RankAnswer, RankDone, rank_failed
-from rollsync.shell.refit.vllm_loader import VllmModelUpdate, check_vllm_version
+from rollsync.shell.refit.vllm_gate import RunnerGate
+from rollsync.shell.refit.vllm_loader import VllmModelUpdate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,6 +49,7 @@ class RefitWorkerExtension:
         model_runner: Any
 
     _refit_receiver: RefitReceiver | None = None
+    _refit_gate: RunnerGate
 
     def checkpoint_engine_total_memory_bytes(self) -> int:
         """Total memory of this worker, in bytes."""
@@ -101,7 +110,7 @@ class RefitWorkerExtension:
             "init_checkpoint_engine": self.init_checkpoint_engine,
             "prepare_checkpoint_engine": self.prepare_checkpoint_engine,
             "init_checkpoint_engine_process_group": self.init_checkpoint_engine_process_group,
-            "update_weights_from_checkpoint_engine": self._refit_receive,
+            "update_weights_from_checkpoint_engine": self._refit_update,
             "finalize_checkpoint_engine": self.finalize_checkpoint_engine,
         }
         try:
@@ -115,25 +124,34 @@ class RefitWorkerExtension:
             logger.exception("%s failed", step)
             return rank_failed(torch.distributed.get_rank(), error)
 
-    def _refit_receive(self) -> object:
-        return msgspec.to_builtins(self._refit().update())
+    def _refit_update(self) -> object:
+        receiver = self._refit()
+        self._refit_gate.close("a weight update has begun and is not finished")
+        try:
+            return msgspec.to_builtins(receiver.update())
+        finally:
+            # An update that could not begin has changed nothing.
+            if isinstance(receiver.state, Poisoned):
+                self._refit_gate.close(f"its last weight update failed: {receiver.state.cause}")
+            else:
+                self._refit_gate.open()
 
     def _refit(self) -> RefitReceiver:
         if self._refit_receiver is None:
-            check_vllm_version()
             self._refit_receiver = RefitReceiver(
                 local_rank=torch.distributed.get_rank(),
                 engine_world_size=torch.distributed.get_world_size(),
-                update=self._refit_update,
+                update=self._refit_load,
                 model=self._refit_model,
             )
+            self._refit_gate = RunnerGate(self.model_runner)
         return self._refit_receiver
 
     def _refit_model(self) -> torch.nn.Module:
         model: torch.nn.Module = self.model_runner.get_model()
         return model
 
-    def _refit_update(self, recorder: LoadRecorder | None) -> VllmModelUpdate:
+    def _refit_load(self, recorder: LoadRecorder | None) -> VllmModelUpdate:
         return VllmModelUpdate(
             self.vllm_config, self.vllm_config.model_config, self._refit_model(), recorder
         )
