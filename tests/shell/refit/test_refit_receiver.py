@@ -195,7 +195,11 @@ def test_the_rank_among_all_rollout_workers(
         local_rank=local_rank, engine_world_size=ranks, update=lambda _: RecordedUpdate()
     )
     receiver.init(SCRIPTED, 1024, {})
-    assert receiver.prepare() == {"endpoint": "here", "rank": local_rank}
+    assert receiver.prepare() == {
+        "endpoint": "here",
+        "rank": local_rank,
+        "takes_weight_version": True,
+    }
     receiver.init_process_group(prefix, 1, world, ["metadata"])
     (engine,) = ScriptedEngine.made
     assert engine.calls[-1] == {
@@ -218,6 +222,28 @@ def test_the_engine_stays_with_its_options_and_goes_with_others() -> None:
     first, second = ScriptedEngine.made
     assert first.calls[-1] == "finalize"
     assert second.options == (1024, {"option": 2})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "names_version"),
+    [
+        ([{"takes_weight_version": True}, {"takes_weight_version": True}], True),
+        ([{"takes_weight_version": True}, {"rank": 0}], False),
+        (["which cannot", "be marked"], True),
+    ],
+)
+def test_the_version_is_named_to_those_only_who_do_not_take_it_for_a_weight(
+    rollout: list[object], names_version: bool
+) -> None:
+    sender = RefitSender(rank=0)
+    sender.init(SCRIPTED, 1024, {})
+    sender.init_process_group(
+        metadata=[{"rank": 0}, *rollout], train_world_size=1, rollout_world_size=2
+    )
+    transfer = sender.send(iter([("a", ONE)]), weight_version=lambda: 7)
+    (engine,) = ScriptedEngine.made
+    assert [name for name, _ in engine.sent] == [WEIGHT_VERSION_NAME] * names_version + ["a"]
+    assert (transfer.weight_version, transfer.tensors) == (7, 1)
 
 
 def test_a_sender_puts_the_version_in_front_and_counts_what_follows() -> None:

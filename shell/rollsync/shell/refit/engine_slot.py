@@ -50,8 +50,8 @@ class EngineSlot:
         )
         self._options = options
 
-    def prepare(self, rank: int) -> object:
-        """Makes the engine reachable; answers its metadata, a mapping with `rank` added.
+    def prepare(self, **of_worker: object) -> object:
+        """Makes the engine reachable; answers its metadata, to which a mapping gets these added.
 
         Raises:
             RefitConfigurationError: the engine relies on what only NeMo-RL's workers do for it.
@@ -64,7 +64,7 @@ class EngineSlot:
                 " `nixl`, `shm` or `auto`, which send a rank what it keeps",
             )
         metadata: object = self.engine.prepare()
-        return {**metadata, "rank": rank} if isinstance(metadata, dict) else metadata
+        return {**metadata, **of_worker} if isinstance(metadata, dict) else metadata
 
     def declare(self, specs: Sequence[TensorSpec] | None) -> None:
         """Tells an engine that compares declarations what streams will hold; no other needs it."""

@@ -1,7 +1,9 @@
 """The objects that a weight synchronizer drives and offers, by shape and not by class.
 
 Rule kept here: nothing is asked of a policy or generation object beyond what NeMo-RL's have, so
-that either side can be somebody else's.
+that either side can be somebody else's, with a checkpoint engine that both can load. Such a policy
+names no weight version, and rollsync's engines count the syncs; rollsync's policy names it only to
+engines that take it, which somebody else's do not.
 """
 
 from abc import ABC, abstractmethod

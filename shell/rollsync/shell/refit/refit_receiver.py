@@ -35,7 +35,7 @@ from rollsync.shell.refit.intake import Batch, Intake
 from rollsync.shell.refit.learned_load import LearnedLoad, Reception
 from rollsync.shell.refit.load_recorder import LoadRecorder
 from rollsync.shell.refit.report import WorkerTransfer
-from rollsync.shell.refit.weights import WEIGHT_VERSION_NAME
+from rollsync.shell.refit.weights import TAKES_VERSION, WEIGHT_VERSION_NAME
 
 
 class ModelUpdate(Protocol):
@@ -116,8 +116,9 @@ class RefitReceiver:
         self._slot.init(backend, bucket_size_bytes, engine_kwargs)
 
     def prepare(self) -> object:
-        """Makes the engine reachable; answers its metadata, a mapping with the rank added."""
-        return self._slot.prepare(self._local_rank)
+        """Makes the engine reachable; answers its metadata, a mapping with the rank added, and with
+        the mark that a stream's version may come first."""
+        return self._slot.prepare(rank=self._local_rank, **{TAKES_VERSION: True})
 
     def init_process_group(
         self,

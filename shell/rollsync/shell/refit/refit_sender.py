@@ -8,7 +8,7 @@ receivers that are known to have failed are not waited for.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -19,7 +19,7 @@ from rollsync.shell.refit.engine_slot import EngineSlot
 from rollsync.shell.refit.engines import CheckpointEngine
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.report import WorkerTransfer
-from rollsync.shell.refit.weights import with_version
+from rollsync.shell.refit.weights import TAKES_VERSION, with_version
 
 _LOOK_EVERY_S: Final = 0.2
 _LAST_WORDS_S: Final = 2.0
@@ -36,6 +36,7 @@ class RefitSender:
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._slot = EngineSlot()
+        self._names_version = True
 
     def init(self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, object]) -> None:
         """Makes the checkpoint engine, unless it is there already."""
@@ -43,7 +44,7 @@ class RefitSender:
 
     def prepare(self) -> object:
         """Makes the engine reachable; answers its metadata, a mapping with the rank added."""
-        return self._slot.prepare(self._rank)
+        return self._slot.prepare(rank=self._rank)
 
     def init_process_group(
         self, *, metadata: list[object], train_world_size: int, rollout_world_size: int
@@ -59,6 +60,13 @@ class RefitSender:
             rollout_world_size=rollout_world_size,
             metadata=metadata,
         )
+        # One that is not rollsync's would load the version as a weight. What is no mapping cannot
+        # bear the mark, and is taken for rollsync's.
+        self._names_version = all(
+            TAKES_VERSION in of_worker
+            for of_worker in metadata[train_world_size:]
+            if isinstance(of_worker, Mapping)
+        )
         return self._slot.choices
 
     def declare(self, specs: Sequence[TensorSpec] | None) -> None:
@@ -73,7 +81,7 @@ class RefitSender:
         weight_version: Callable[[], int],
         receiving: Future[None] | None = None,
     ) -> WorkerTransfer:
-        """Sends one whole stream, in front of it its version.
+        """Sends one whole stream, in front of it its version where all receivers take that.
 
         Args:
             weights: names and tensors.
@@ -85,7 +93,7 @@ class RefitSender:
             RefitError: `receiving` failed, which is the cause.
         """
         engine = self._slot.engine
-        stream = _Stream(weights, weight_version)
+        stream = _Stream(weights, weight_version, names_version=self._names_version)
         started_s = time.perf_counter()
         asyncio.run(_send(engine, stream, receiving))
         return WorkerTransfer(
@@ -129,12 +137,17 @@ async def _send(
 
 
 class _Stream:
-    """Weights behind their version; knows how much of them has passed."""
+    """Weights, behind their version if it is named; knows how much of them has passed."""
 
     def __init__(
-        self, weights: Iterable[tuple[str, torch.Tensor]], weight_version: Callable[[], int]
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        weight_version: Callable[[], int],
+        *,
+        names_version: bool,
     ) -> None:
         self._weights = weights
+        self._names_version = names_version
         self._weight_version = weight_version
         self.version: int | None = None
         self.tensors = 0
@@ -142,7 +155,8 @@ class _Stream:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.version = self._weight_version()
-        yield from with_version(self._counted(), self.version)
+        counted = self._counted()
+        yield from with_version(counted, self.version) if self._names_version else counted
 
     def _counted(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights:

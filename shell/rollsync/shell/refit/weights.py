@@ -17,6 +17,9 @@ from rollsync.shell.refit.errors import WeightMismatch
 WEIGHT_VERSION_NAME: Final = "rollsync.weight_version"
 """The name under which a stream's first item carries the trainer version, as one int64."""
 
+TAKES_VERSION: Final = "takes_weight_version"
+"""In a rollout worker's metadata: it takes that item for what it is, and not for a weight."""
+
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
