@@ -110,6 +110,8 @@ def test_first_sync_connects_then_moves_the_weights(make: Make) -> None:
     connected = bench.sync.is_stale
     bench.sync.sync_weights()
     assert (before, connected, bench.sync.is_stale) == (True, True, False)
+    bench.sync.mark_stale()
+    assert bench.sync.is_stale
     assert bench.log.methods() == REFIT_INFO + SET_UP + SYNC
     assert bench.log.calls[1].arguments == {"weight": "info"}
 

@@ -118,7 +118,10 @@ def _agreement(error: e.PlanDifference | e.SentOtherThanDeclared) -> str:
 def _settings(error: e.RatioError | e.TimeoutRefused | e.BucketSizeError) -> str:
     match error:
         case e.RatioNotANumber():
-            return f"{error.setting} is {error.value}: give a number between 0 and 1, such as 0.05"
+            return (
+                f"{error.setting} is {error.value}: give a number between 0 and 1, such as 0.05,"
+                " and no text, which YAML takes 5e-2 for"
+            )
         case e.RatioOutOfRange():
             return (
                 f"{error.setting} is {error.value}: give a number strictly between 0 and 1, "

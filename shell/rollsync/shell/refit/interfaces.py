@@ -95,6 +95,10 @@ class WeightSynchronizer(ABC):
         """Whether the engines may serve other weights than the policy's last synchronized ones."""
 
     @abstractmethod
+    def mark_stale(self) -> None:
+        """Notes that the policy has moved: `is_stale` is True until the next sync has succeeded."""
+
+    @abstractmethod
     def sync_weights(
         self, *, timer: Timer | None = None, kv_scales: dict[str, float] | None = None
     ) -> object:

@@ -107,8 +107,13 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
 
     @property
     def is_stale(self) -> bool:
-        """True until a sync has succeeded, and from the start of a sync until its success."""
+        """True until a sync has succeeded, from `mark_stale` on, and from the start of a sync until
+        its success."""
         return self._stale
+
+    def mark_stale(self) -> None:
+        """Notes that the policy has moved."""
+        self._stale = True
 
     def sync_weights(
         self, *, timer: Timer | None = None, kv_scales: dict[str, float] | None = None
