@@ -130,3 +130,4 @@ def test_killed_by_chance_over_and_over(
         run_to_the_end(children, config)
         runs += 1
     print(f"{killed} kills in {runs} runs, {time.monotonic() - began_s:.0f} s")
+    assert killed >= kills
