@@ -148,8 +148,8 @@ def weights_of(config: MasterConfig) -> bytes:
 
 def run_to_the_end(
     children: Children, config: MasterConfig, *, poison_position: int | None = None
-) -> None:
-    """Start once more, without a kill, and check all that is promised of the whole run."""
+) -> RolloutState:
+    """Start once more, without a kill, and check all that is promised of the whole run; its end."""
     order = Order(config=write_file(config), poison_position=poison_position)
     assert children.run(order) == ENDED
     state, _ = closed_account(config)
@@ -159,6 +159,7 @@ def run_to_the_end(
     last = entries[-1]
     assert isinstance(last, Finished)
     assert last.train_steps == state.progress.train_steps
+    return state
 
 
 def check_steps_count_on(entries: list[JournalEntry]) -> None:

@@ -127,7 +127,7 @@ def test_killed_by_chance_over_and_over(
     while killed < kills:
         config = replace(small_config(tmp_path / f"run{runs}", model_path), sampler=sampler)
         killed += sum(kill_somewhere(children, config, rng) for _ in range(rng.randint(1, 12)))
-        run_to_the_end(children, config)
+        assert run_to_the_end(children, config).progress.train_steps == STEPS
         runs += 1
     print(f"{killed} kills in {runs} runs, {time.monotonic() - began_s:.0f} s")
     assert killed >= kills
