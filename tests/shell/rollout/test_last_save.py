@@ -141,9 +141,9 @@ async def test_a_checkpoint_on_its_way_at_the_deadline_is_waited_for(tmp_path: P
         assert (await world.snapshotter.save_trainer_checkpoint(write)).saved
 
     saving = asyncio.create_task(checkpoint())
-    lasting = asyncio.create_task(last(world, training, left_s=0.05))
+    lasting = asyncio.create_task(last(world, training, left_s=0.5))
     await began.wait()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)
     assert not lasting.done()
     go_on.set()
     assert await lasting == SAVED

@@ -220,6 +220,10 @@ async def test_what_else_is_told_of_the_state_is_durable_before_the_save_has_its
     assert calls.index("make durable") < calls.index("publish")
 
 
+TIMEOUT_S = 0.5
+"""So long that also a busy machine gets to the call that waits before it is over."""
+
+
 class Slow(PlainArchive):
     """Its call `at` waits until it is let go on, in its thread."""
 
@@ -455,12 +459,12 @@ async def test_an_attempt_that_takes_too_long_times_out_and_leaves_nothing(
     tmp_path: Path, call: str
 ) -> None:
     archive = Slow(tmp_path, call)
-    checkpointing = CheckpointingConfig(save_timeout_s=0.05)
+    checkpointing = CheckpointingConfig(save_timeout_s=TIMEOUT_S)
     world = World(tmp_path, archive=archive, checkpointing=checkpointing)
     await world.ready(0)
     saving = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
     await archive.until_reached()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(1.2 * TIMEOUT_S)
     assert not saving.done(), "the thread is waited for: it must not write behind our back"
     archive.may_go_on.set()
     result = await saving
@@ -474,12 +478,12 @@ async def test_an_attempt_that_takes_too_long_times_out_and_leaves_nothing(
 async def test_time_that_runs_out_while_publishing_is_a_save(tmp_path: Path) -> None:
     """After the bundle has its name it is there, and saying otherwise would be wrong."""
     archive = Slow(tmp_path, "publish")
-    checkpointing = CheckpointingConfig(save_timeout_s=0.05)
+    checkpointing = CheckpointingConfig(save_timeout_s=TIMEOUT_S)
     world = World(tmp_path, archive=archive, checkpointing=checkpointing)
     await world.ready(0)
     saving = asyncio.create_task(world.snapshotter.save_rollout_snapshot())
     await archive.until_reached()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(1.2 * TIMEOUT_S)
     archive.may_go_on.set()
     result = await saving
     assert (result.saved, result.reason) == (True, Reason.COMPLETED)

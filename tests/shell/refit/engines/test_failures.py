@@ -108,13 +108,12 @@ def test_a_stuck_receiver_is_given_up_at_the_deadline(backend: str) -> None:
         receiving = engine.receive_weight_batches()
         await anext(receiving)
         # Never asks for the next batch.
-        await asyncio.sleep(1.5)
+        await asyncio.to_thread(sender.process.join, 60)
         await receiving.aclose()
 
     engine = engine_of(backend, 20.0)
-    sender = Peer(engine, backend=backend, role="policy", timeout_s=0.5)
+    sender = Peer(engine, backend=backend, role="policy", timeout_s=1.5)
     asyncio.run(stuck(engine))
-    sender.process.join(20)
     assert sender.process.exitcode == 1
     sender.close()
     engine.finalize()
