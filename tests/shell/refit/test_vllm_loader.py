@@ -64,6 +64,19 @@ def test_a_loader_that_passes_the_reload_by_is_refused_and_its_model_as_it_was()
     assert torch.equal(model.experts.weight, old["experts.weight"])
 
 
+def test_a_scale_of_a_cache_without_scales_is_refused_with_what_to_do() -> None:
+    model = Model(writes=False)
+    # As vLLM's attention has it, with scales or without.
+    model.plain.register_buffer("_k_scale", torch.tensor(1.0))
+    old = model.plain.weight.detach().clone()
+    update = update_of(model)
+    update.start()
+    with pytest.raises(WeightMismatch, match=r"'plain\.k_scale' .*kv_cache_scheme.* no kv_scales"):
+        update.load([("plain.weight", torch.ones(2, 3)), ("plain.k_scale", torch.tensor(0.5))])
+    update.abort()
+    assert torch.equal(model.plain.weight, old)
+
+
 def test_what_the_reload_loads_is_loaded() -> None:
     model = Model(writes=False)
     update = update_of(model)

@@ -31,6 +31,9 @@ from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """Of the layers that may compute with the very bytes that are loaded."""
 
+_CACHE_SCALES = (".k_scale", ".v_scale")
+"""How the names of a key/value cache's scales end, in a checkpoint and in a model."""
+
 
 class VllmModelUpdate:
     """An update of one model.
@@ -62,6 +65,7 @@ class VllmModelUpdate:
         self._active = False
         self._missing: set[str] = set()
         self._loaded: set[str] = set()
+        self._lacks_scales = False
 
     def leave_out(self, layers: frozenset[str]) -> None:
         """These layers get their weights by another way, straight into what serves."""
@@ -84,13 +88,27 @@ class VllmModelUpdate:
         self._loaded = set()
         with set_current_vllm_config(self._vllm_config):
             initialize_layerwise_reload(self._loaded_layers)
+        self._lacks_scales = _lacks_scales(self._model)
         if self._recorder is not None:
             _prepare_recording(self._recorder, self._model)
 
     def load(self, batch: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Loads full tensors under their checkpoint names; returns when they are on the device."""
+        """Loads full tensors under their checkpoint names; returns when they are on the device.
+
+        Raises:
+            WeightMismatch: one is a scale of the key/value cache, and the engine's has none.
+        """
         if not self._active:
             raise RefitError("weights arrived outside a weight update")
+        scale = next((name for name, _ in batch if name.endswith(_CACHE_SCALES)), None)
+        if scale is not None and self._lacks_scales:
+            raise WeightMismatch(
+                f"{scale!r} is a scale of the key/value cache, and the engine's has none",
+                tensor=scale,
+                remedy="start the engine from a model whose quantization_config has a"
+                " kv_cache_scheme, or with another quantization that has scales of its fp8 cache;"
+                " or pass no kv_scales",
+            )
         with set_current_vllm_config(self._vllm_config), self._watched(batch):
             loaded = self._load_weights(iter(batch))
         # A model without a record of what it loaded, like vLLM's own loader, is not checked.
@@ -212,6 +230,13 @@ def _process_tied_layers(model: torch.nn.Module) -> None:
             method = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(layer)
+
+
+def _lacks_scales(model: torch.nn.Module) -> bool:
+    """Whether a model whose reload has begun has attention, and none of it takes scales."""
+    return any(hasattr(layer, "_k_scale") for layer in model.modules()) and not any(
+        name.endswith(_CACHE_SCALES) for name, _ in model.named_parameters()
+    )
 
 
 def _synchronize_device() -> None:
