@@ -12,8 +12,9 @@ groups of Ray actors in `worker_group`. The other modules:
 - a policy worker: `policy_worker` (the mixin), `refit_sender`, `weights`;
 - a generation worker: `generation` (what engines offer, and when), `vllm_generation` and
   `torch_generation` (engines in Ray actors), `refit_receiver`, `vllm_worker` (inside vLLM's
-  workers), `vllm_loader` and `torch_update` (how a model takes its weights), `vllm_calls` (its
-  requests), `step_answers` (what ranks answer);
+  workers), `vllm_loader` and `torch_update` (how a model takes its weights), `vllm_gate` (when it
+  may be asked), `vllm_calls` (vLLM's requests), `vllm_version` (which vLLM), `step_answers` (what
+  ranks answer);
 - vLLM's own weight transfer with rollsync behind it: `vllm_plugin`, `vllm_transfer`,
   `vllm_transfer_trainer`, `rendezvous`, `beside` (calls that may never return);
 - both: `engines` (transports), `engine_slot`, `host_memory`.
