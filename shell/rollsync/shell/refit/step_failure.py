@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rollsync.pure.refit.blame import HowEnded, StepEnd, place_of_cause, to_blame
 from rollsync.pure.refit.routes import PolicyWorker, RolloutWorker
 from rollsync.shell.refit.errors import WorkerGone, WorkerUnresponsive, name_of_engine
-from rollsync.shell.refit.step_answers import end_by
+from rollsync.shell.refit.rank_answers import end_by
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from rollsync.shell.refit.generation import (
     probe_of,
     served_version,
 )
+from rollsync.shell.refit.rank_answers import values_of
 from rollsync.shell.refit.report import WorkerTransfer
-from rollsync.shell.refit.step_answers import values_of
 from rollsync.shell.refit.weights import declared_specs
 
 if TYPE_CHECKING:

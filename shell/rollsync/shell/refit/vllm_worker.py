@@ -25,8 +25,8 @@ from rollsync.pure.refit.lifecycle import Poisoned
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
 from rollsync.shell.refit.load_recorder import LoadRecorder
+from rollsync.shell.refit.rank_answers import RankAnswer, RankDone, rank_failed
 from rollsync.shell.refit.refit_receiver import RefitReceiver
-from rollsync.shell.refit.step_answers import RankAnswer, RankDone, rank_failed
 from rollsync.shell.refit.vllm_gate import RunnerGate
 from rollsync.shell.refit.vllm_loader import VllmModelUpdate
 

@@ -6,7 +6,7 @@ import pytest
 from rollsync.pure.refit.blame import HowEnded, StepEnd
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost, TransferTimeout
 from rollsync.shell.refit.errors import EngineStepFailed
-from rollsync.shell.refit.step_answers import RankAnswer, RankDone, rank_failed, values_of
+from rollsync.shell.refit.rank_answers import RankAnswer, RankDone, rank_failed, values_of
 
 LOST = PeerLost("gone", worker="rollout 0", stage="received")
 HEARD = PeerFailed("another one failed", worker="rollout 1", stage="received")
