@@ -38,7 +38,7 @@ def check_rules(table: RoutingTable) -> None:
         assert table.origins[rank] == path[0].rank
         assert table.heads[rank] == (path[1].rank if path[1:] else rank)
     fed = [share for share in shares if share]
-    check_patience(table)
+    check_extra_waits(table)
     starting = [table.routes_of(rank) for rank in range(table.train_world_size)]
     assert [len(routes) for routes in starting] == shares
     assert {route for routes in starting for route in routes} == set(table.routes)
@@ -49,13 +49,13 @@ def check_rules(table: RoutingTable) -> None:
     assert table.idle_policy_ranks == tuple(i for i, share in enumerate(shares) if not share)
 
 
-def check_patience(table: RoutingTable) -> None:
+def check_extra_waits(table: RoutingTable) -> None:
     """Of all who wait along a path, the one next to a worker that is stuck gives up first."""
     for rank in range(table.rollout_world_size):
         path = [*table.path_to(rank), RolloutWorker(rank)]
         chain = [worker.rank for worker in path[1:]]
-        with_receivers = [table.patience_with_receiver(each) for each in chain]
-        with_senders = [table.patience_with_sender(each) for each in chain]
+        with_receivers = [table.extra_waits_for_receiver(each) for each in chain]
+        with_senders = [table.extra_waits_for_sender(each) for each in chain]
         assert with_receivers == sorted(set(with_receivers), reverse=True)
         assert with_senders == sorted(set(with_senders))
         # A worker that waits for its receiver is waited for by it too, and gives up first.

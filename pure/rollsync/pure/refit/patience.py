@@ -30,7 +30,7 @@ LONGEST_TIMEOUT_S: Final = 1e9
 WAITS_OF_A_STREAM: Final = 12
 """How many times `refit_timeout_s` a whole stream may take."""
 
-LONGEST_STEP_S: Final = 1.0
+EXTRA_WAIT_S: Final = 1.0
 """How much longer one is waited for that may be waiting for another; at most a tenth of a wait."""
 
 REFIT_TIMEOUT: Final = "refit_timeout_s"
@@ -118,12 +118,12 @@ def limit_of(
     return Limit(side_done_s + step_timeout_s, step_timeout_s, since, STEP_TIMEOUT)
 
 
-def wait_s(refit_timeout_s: float, steps: int) -> float:
+def wait_s(refit_timeout_s: float, extra_waits: int) -> float:
     """How long one end of a stream waits for a worker, which may be waiting for another.
 
     Args:
         refit_timeout_s: for one that waits for nobody else.
-        steps: by how many it is waited for longer, as a `RoutingTable` has it (its
-            `patience_with_receiver` and `patience_with_sender`).
+        extra_waits: by how many of these it is waited for longer, as a `RoutingTable` has it (its
+            `extra_waits_for_receiver` and `extra_waits_for_sender`).
     """
-    return refit_timeout_s + steps * min(LONGEST_STEP_S, refit_timeout_s / 10)
+    return refit_timeout_s + extra_waits * min(EXTRA_WAIT_S, refit_timeout_s / 10)

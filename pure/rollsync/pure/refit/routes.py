@@ -149,10 +149,11 @@ class RoutingTable(Struct, frozen=True, kw_only=True):
             if origin == policy_rank
         )
 
-    def patience_with_receiver(self, rollout_rank: int) -> int:
-        """How many steps longer than another a rollout worker is waited for by its sender: as many
-        as there are workers in a row behind it, each of which waits for the next. So of all who
-        wait, the one next to a worker that is stuck gives up first, and can say who it is."""
+    def extra_waits_for_receiver(self, rollout_rank: int) -> int:
+        """How much longer than another a rollout worker is waited for by its sender, in units of
+        `patience.EXTRA_WAIT_S`: as many as there are workers in a row behind it, each of which
+        waits for the next. So of all who wait, the one next to a worker that is stuck gives up
+        first, and can say who it is."""
         after = [0] * self.rollout_world_size
         # A relay has a lower rank than whom it relays to.
         for route in reversed(self.routes[rollout_rank:]):
@@ -161,9 +162,9 @@ class RoutingTable(Struct, frozen=True, kw_only=True):
                 after[relay] = max(after[relay], 1 + after[route.receiver.rank])
         return after[rollout_rank]
 
-    def patience_with_sender(self, rollout_rank: int) -> int:
-        """How many steps longer a rollout worker waits for its sender: longer than any sender for
-        its receiver, and longer than the relays before it."""
+    def extra_waits_for_sender(self, rollout_rank: int) -> int:
+        """How much longer a rollout worker waits for its sender, in the same units: longer than any
+        sender for its receiver, and longer than the relays before it."""
         before: list[int] = []
         for route in self.routes:
             relay = route.sender

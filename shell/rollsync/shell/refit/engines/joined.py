@@ -66,7 +66,7 @@ def join(
             rollout_world_size=rollout_world_size,
             on_host=is_on_host(me.rank),
         )
-        sender_timeout_s = wait_s(timeout_s, table.patience_with_sender(me.rank))
+        sender_timeout_s = wait_s(timeout_s, table.extra_waits_for_sender(me.rank))
 
     def receiver(rank: int) -> Receiver:
         reached_at = endpoint(workers[train_world_size + rank], rank)
@@ -74,7 +74,7 @@ def join(
             rank=rank,
             address=str(reached_at["address"]),
             secret=bytes.fromhex(str(reached_at["secret"])),
-            timeout_s=wait_s(timeout_s, table.patience_with_receiver(rank)),
+            timeout_s=wait_s(timeout_s, table.extra_waits_for_receiver(rank)),
             on_host=is_on_host(rank),
         )
 
