@@ -39,6 +39,8 @@ class Place:
     rollout_rank: int
     train_world_size: int
     rollout_world_size: int
+    timeout_s: float
+    """How long one wait for the sender may take."""
     on_host: bool
     """Whether the route goes through the host's memory; if not, over the network."""
 
@@ -88,25 +90,22 @@ class Greeting:
 
     Args:
         listener: where the sender connects.
-        feeder: tells when the sender has died before it connected.
+        lifeline: the sender's, which ends when it dies before it has connected.
         medium: takes over the sender's buffers if they are new.
         place: who this receiver is.
-        timeout_s: how long to wait, and how long one wait on the connection may take.
     """
 
     def __init__(
         self,
         listener: Listener,
-        feeder: HeldLifeline,
+        lifeline: HeldLifeline,
         medium: ReceiverMedium,
         place: Place,
-        timeout_s: float,
     ) -> None:
         self._listener = listener
-        self._feeder = feeder
+        self._lifeline = lifeline
         self._medium = medium
         self._place = place
-        self._timeout_s = timeout_s
         self._greeted: list[asyncio.Task[AdmittedSender | None]] = []
 
     async def sender(self) -> AdmittedSender:
@@ -118,13 +117,13 @@ class Greeting:
             RefitConfigurationError: the sender means another receiver, or counts others.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._place.timeout_s):
                 return await self._first_admitted()
         except TimeoutError as error:
             if isinstance(error, TransferError):
                 raise
             late = TransferTimeout(
-                f"{self._place.sender} did not come for {self._timeout_s:g} s",
+                f"{self._place.sender} did not come for {self._place.timeout_s:g} s",
                 worker=self._place.name,
                 stage="waited for the sender",
                 remedy="see the log of that worker; raise refit_timeout_s if it is only slow",
@@ -139,7 +138,7 @@ class Greeting:
     async def _first_admitted(self) -> AdmittedSender:
         loop = asyncio.get_running_loop()
         accepting = loop.create_task(self._listener.accept())
-        dying = loop.create_task(self._feeder.ended())
+        dying = loop.create_task(self._lifeline.ended())
         try:
             while True:
                 await asyncio.wait(
@@ -182,7 +181,7 @@ class Greeting:
         return admitted
 
     async def _proved(self, connection: socket.socket) -> AdmittedSender | None:
-        limit_s = min(self._timeout_s, GREETING_TIMEOUT_S)
+        limit_s = min(self._place.timeout_s, GREETING_TIMEOUT_S)
         channel = self._channel(connection, "a stranger", limit_s)
         nonce = secrets.token_bytes(NONCE_BYTES)
         secret = self._listener.secret
@@ -205,7 +204,7 @@ class Greeting:
         await channel.send(
             Welcome(proof=proof(secret, "receiver", nonce, hello.nonce), needs_memory=needs_memory)
         )
-        greeted = self._channel(connection, str(sending_worker(hello)), self._timeout_s)
+        greeted = self._channel(connection, str(sending_worker(hello)), self._place.timeout_s)
         greeted.authenticate(secret, nonce, hello.nonce)
         greeted.continue_from(channel)
         return AdmittedSender(greeted, await self._medium.take_over(greeted, hello))

@@ -25,14 +25,12 @@ class Joined:
         me: who it is, and how many workers there are.
         receivers: whom it sends to; none for one that feeds nobody.
         place: who it is to its own sender; None for a policy worker.
-        sender_timeout_s: how long one wait for that sender may take; 0 for a policy worker.
         everybody_reads_directly: whether all workers are set to.
     """
 
     me: Introduction
     receivers: tuple[Receiver, ...]
     place: Place | None
-    sender_timeout_s: float
     everybody_reads_directly: bool
 
 
@@ -57,16 +55,16 @@ def join(
     """
     train_world_size = table.train_world_size
     rollout_world_size = len(workers) - train_world_size
-    place, sender_timeout_s = None, 0.0
+    place = None
     if isinstance(me, RolloutWorker):
         place = Place(
             sender=table.sender_to(me.rank),
             rollout_rank=me.rank,
             train_world_size=train_world_size,
             rollout_world_size=rollout_world_size,
+            timeout_s=wait_s(timeout_s, table.extra_waits_for_sender(me.rank)),
             on_host=is_on_host(me.rank),
         )
-        sender_timeout_s = wait_s(timeout_s, table.extra_waits_for_sender(me.rank))
 
     def receiver(rank: int) -> Receiver:
         reached_at = endpoint(workers[train_world_size + rank], rank)
@@ -84,6 +82,5 @@ def join(
         ),
         receivers=tuple(receiver(rank) for rank in table.receivers_of(me)),
         place=place,
-        sender_timeout_s=sender_timeout_s,
         everybody_reads_directly=all(worker["direct"] is True for worker in workers),
     )

@@ -56,14 +56,13 @@ _News = Expected | TensorsOffered | TensorHashed | StreamEnded
 
 async def receive_stream(
     listener: Listener,
-    feeder: HeldLifeline,
+    lifeline: HeldLifeline,
     medium: ReceiverMedium,
     *,
     place: Place,
     expectation: Expectation,
     on_begin: Callable[[StreamBegins], None],
     on_end: Callable[[StreamEnded], None],
-    timeout_s: float,
     stop: ConsumerStop,
     direct: DirectReader | None,
     relay: Relay | None,
@@ -72,13 +71,12 @@ async def receive_stream(
 
     Args:
         listener: where the sender connects.
-        feeder: tells when the sender has died before it connected.
+        lifeline: the sender's, which ends when it dies before it has connected.
         medium: how the sender's buffers are read.
         place: who this worker is.
         expectation: what it knows of the stream.
         on_begin: told how the stream comes, before its first batch.
         on_end: told what the whole of it was, when all has come and is loaded.
-        timeout_s: how long one wait may take.
         stop: where the consumer's error is noted when it stops early.
         direct: reads what does not come in batches; None: everything does.
         relay: hands the stream on; None: this worker feeds nobody.
@@ -87,7 +85,7 @@ async def receive_stream(
     async with _telling(ends, place, stop):
         if relay is not None:
             relay.connect()
-        sender = await Greeting(listener, feeder, medium, place, timeout_s).sender()
+        sender = await Greeting(listener, lifeline, medium, place).sender()
         channel = ends.sender = sender.channel
         begins = await answer_plan(channel, expectation, relay)
         on_begin(begins)

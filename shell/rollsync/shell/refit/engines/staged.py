@@ -95,8 +95,8 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
         self._timeout_s = accepted(parse_timeout(REFIT_TIMEOUT, refit_timeout_s))
         self._checksum = checksum
         self._listener: Listener | None = None
-        self._lifeline: Lifeline | None = None
-        self._feeder: HeldLifeline | None = None
+        self._own_lifeline: Lifeline | None = None
+        self._senders_lifeline: HeldLifeline | None = None
         self._memory: SenderMemory | None = None
         self._medium: ReceiverMedium | None = None
         self._relay = relay
@@ -185,14 +185,14 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
         """Listen for the sender. Buffers are reserved when it is known what this worker does."""
         if self._listener is None:
             self._listener = self._listen()
-        if self._lifeline is None:
-            self._lifeline = Lifeline(self._listen())
+        if self._own_lifeline is None:
+            self._own_lifeline = Lifeline(self._listen())
         return {
             "backend": self.backend,
             "host": host_identity(),
             "address": self._listener.address,
             "secret": self._listener.secret.hex(),
-            "lifeline": self._lifeline.address,
+            "lifeline": self._own_lifeline.address,
             "direct": self._direct is not None,
             "relay": self._relay,
         }
@@ -225,11 +225,11 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
         joined = self._join(RolloutWorker(rollout_rank), workers, train_world_size)
         if self._medium is None:
             self._medium = self._reader()
-        if self._feeder is not None:
-            self._feeder.close()
+        if self._senders_lifeline is not None:
+            self._senders_lifeline.close()
         if joined.place is not None:
-            feeder = workers[index_of(joined.place.sender, train_world_size)]
-            self._feeder = HeldLifeline(str(feeder["lifeline"]))
+            sender = workers[index_of(joined.place.sender, train_world_size)]
+            self._senders_lifeline = HeldLifeline(str(sender["lifeline"]))
 
     def _join(
         self, me: Worker, workers: Sequence[Mapping[str, object]], train_world_size: int
@@ -286,9 +286,9 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
             TransferError: the sender failed, is gone, or did not answer in time.
             StreamError: the stream breaks the packing rules.
         """
-        joined, feeder, medium = self._joined, self._feeder, self._medium
+        joined, lifeline, medium = self._joined, self._senders_lifeline, self._medium
         place = None if joined is None else joined.place
-        if joined is None or place is None or feeder is None or medium is None:
+        if joined is None or place is None or lifeline is None or medium is None:
             raise _not_ready("prepare and init_rollout_process_group")
         listener = self._entrance(on_host=place.on_host)
         if listener is None:
@@ -296,13 +296,12 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
         return ReceivedBatches(
             lambda stop: receive_stream(
                 listener,
-                feeder,
+                lifeline,
                 medium,
                 place=place,
                 expectation=self._expectation,
                 on_begin=self._note_begin,
                 on_end=self._note_end,
-                timeout_s=joined.sender_timeout_s,
                 stop=stop,
                 direct=self._direct_reader(joined),
                 relay=_relaying(joined, medium),
@@ -328,12 +327,12 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        if self._lifeline is not None:
-            self._lifeline.close()
-            self._lifeline = None
-        if self._feeder is not None:
-            self._feeder.close()
-            self._feeder = None
+        if self._own_lifeline is not None:
+            self._own_lifeline.close()
+            self._own_lifeline = None
+        if self._senders_lifeline is not None:
+            self._senders_lifeline.close()
+            self._senders_lifeline = None
         if self._direct is not None:
             self._direct.release()
         self._release_memory()
