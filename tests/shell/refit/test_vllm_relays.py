@@ -42,7 +42,7 @@ def test_ranks_relay_what_they_keep_to_the_same_rank_of_the_next_engine(tmp_path
     policy: Any = (
         ray.remote(KillingPolicy).options(num_cpus=0).remote(tied=True, vocabulary=VOCABULARY)
     )
-    settings: dict[str, Any] = {"relay": True, "refit_timeout_s": 10_000, "ranks": 2 * RANKS}
+    settings: dict[str, Any] = {"relay": True, "refit_timeout_s": 10_000}
     both = GenerationGroup([first, last], ranks_per_engine=RANKS, async_engine=False)
     sync = synchronizer(policy, both, "auto", bucket_mebibytes=1, **settings)
     sync.init_communicator()
