@@ -6,7 +6,6 @@ or aborted before `update` returns; and a failed one leaves the rank poisoned, a
 it came: what it holds is whole then, but not what the policy meant it to hold.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -30,6 +29,7 @@ from rollsync.pure.refit.lifecycle import (
 )
 from rollsync.shell.refit.engine_slot import EngineSlot
 from rollsync.shell.refit.engines import CheckpointEngine
+from rollsync.shell.refit.engines.kept_errors import run_stream
 from rollsync.shell.refit.errors import RefitError, accepted
 from rollsync.shell.refit.intake import Batch, Intake
 from rollsync.shell.refit.learned_load import LearnedLoad, Reception
@@ -174,7 +174,7 @@ class RefitReceiver:
             self._slot.declare(self._declared)
             self._slot.keep(reception.layout)
             self._slot.read_into(reception.destinations)
-            return asyncio.run(self._update(engine, update, reception))
+            return run_stream(self._update(engine, update, reception))
         except BaseException as error:
             self._apply(UpdateFailed(f"{type(error).__name__}: {error}"))
             self._learned.forget()

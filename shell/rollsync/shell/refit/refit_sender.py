@@ -17,6 +17,7 @@ import torch
 from rollsync.pure.refit import EngineChoice, TensorSpec
 from rollsync.shell.refit.engine_slot import EngineSlot
 from rollsync.shell.refit.engines import CheckpointEngine
+from rollsync.shell.refit.engines.kept_errors import run_stream
 from rollsync.shell.refit.errors import RefitError
 from rollsync.shell.refit.report import WorkerTransfer
 from rollsync.shell.refit.weights import TAKES_VERSION, with_version
@@ -95,7 +96,7 @@ class RefitSender:
         engine = self._slot.engine
         stream = _Stream(weights, weight_version, names_version=self._names_version)
         started_s = time.perf_counter()
-        asyncio.run(_send(engine, stream, receiving))
+        run_stream(_send(engine, stream, receiving))
         return WorkerTransfer(
             role="policy",
             rank=self._rank,
@@ -130,6 +131,8 @@ async def _send(
     finally:
         sending.cancel()
         await asyncio.wait({sending})
+        # An error that it ended with, and that passes here, would keep itself.
+        del sending
     raise RefitError(
         f"the weights are not taken: {type(failure).__name__}: {failure}",
         remedy="put right what this names, and send again",

@@ -94,7 +94,7 @@ def test_shared_buffers_begin_where_a_large_page_may_and_no_stream_waits_for_pag
 ) -> None:
     file = reserve_file(size)
     try:
-        memory = map_file(file, size)
+        memory = map_file(file, size).tensor
     finally:
         os.close(file)
     address = memory.data_ptr()

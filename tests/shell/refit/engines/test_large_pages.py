@@ -190,7 +190,7 @@ def test_a_kernel_that_gives_none_costs_nothing_else() -> None:
 
 
 def test_memory_of_its_own_is_whole() -> None:
-    memory = memory_in_large_pages(LARGE + 5)
+    memory = memory_in_large_pages(LARGE + 5).tensor
     assert memory.shape == (LARGE + 5,)
     assert not memory.any()
 

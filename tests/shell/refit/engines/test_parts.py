@@ -31,7 +31,7 @@ def buffers_of(bucket_bytes: int) -> Buffers:
     size = BUCKETS * bucket_bytes
     file = reserve_file(size)
     try:
-        return Buffers(map_file(file, size), bucket_bytes, BUCKETS)
+        return Buffers.of(map_file(file, size), bucket_bytes, BUCKETS)
     finally:
         os.close(file)
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 
 from rollsync.shell.refit.engines.base import Batch
+from rollsync.shell.refit.engines.kept_errors import let_go
 from rollsync.shell.refit.errors import WeightMismatch
 
 
@@ -50,7 +51,11 @@ class ReceivedBatches(AsyncGenerator[Batch, None]):
 
     async def asend(self, value: None) -> Batch:
         """The next batch."""
-        return await self._batches.asend(value)
+        try:
+            return await self._batches.asend(value)
+        except BaseException as error:
+            let_go(error)
+            raise
 
     async def athrow(
         self,
@@ -59,10 +64,17 @@ class ReceivedBatches(AsyncGenerator[Batch, None]):
         tb: TracebackType | None = None,
     ) -> Batch:
         """Throw into the generator."""
-        error = typ if isinstance(typ, BaseException) else typ()
-        return await self._batches.athrow(error)
+        try:
+            return await self._batches.athrow(typ if isinstance(typ, BaseException) else typ())
+        except BaseException as error:
+            let_go(error)
+            raise
 
     async def aclose(self) -> None:
         """Close the generator; the sender is told what is being handled now, if anything is."""
         self._stop.cause = sys.exception()
-        await self._batches.aclose()
+        try:
+            await self._batches.aclose()
+        finally:
+            # Its frames have this generator.
+            self._stop.cause = None

@@ -6,7 +6,6 @@ byte for byte, before it asks for the next batch.
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import time
@@ -21,6 +20,7 @@ import torch
 
 from rollsync.shell.refit.engines.base import CheckpointEngine
 from rollsync.shell.refit.engines.factory import create_checkpoint_engine
+from rollsync.shell.refit.engines.kept_errors import run_stream
 
 BUCKET_BYTES: Final = 4096
 ANSWER_TIMEOUT_S: Final = 60.0
@@ -207,7 +207,7 @@ class Rollouts:
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send one stream to workers that receive it."""
         self.begin()
-        asyncio.run(self.policy.send_weights(weights))
+        run_stream(self.policy.send_weights(weights))
 
     def send_failing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Exception:
         """Send one stream that fails; the error."""
@@ -278,7 +278,7 @@ def _worker(
             )
             pipe.send(None)
         elif isinstance(command, _Receive):
-            pipe.send(asyncio.run(_receive(engine, command)))
+            pipe.send(run_stream(_receive(engine, command)))
     engine.finalize()
 
 

@@ -27,6 +27,8 @@ from typing import Final, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rollsync.shell.refit.engines.mapping import MappedMemory
+
 MOST_BYTES: Final = 512 << 20
 """How much memory is moved before one stream; the rest waits for the next ones."""
 
@@ -46,13 +48,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def memory_in_large_pages(size: int) -> torch.Tensor:
-    """`(size,)` uint8 of this process alone, in large pages where the kernel gives them."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def memory_in_large_pages(size: int) -> MappedMemory:
+    """`size` bytes of this process alone, in large pages where the kernel gives them."""
+    memory = MappedMemory(size)
+    memory.put(0, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.advise(0, size, mmap.MADV_HUGEPAGE)
     # Writing makes the pages, so that no stream waits for them.
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    memory.tensor.zero_()
+    return memory
 
 
 class _Noted(NamedTuple):

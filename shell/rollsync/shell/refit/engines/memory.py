@@ -57,12 +57,11 @@ class SharedBuffers:
         self.memory_id = memory_id
         self._file_descriptor = file_descriptor
         try:
-            self.buffers = Buffers(
-                map_file(file_descriptor, count * buffer_bytes), buffer_bytes, count
-            )
+            mapped = map_file(file_descriptor, count * buffer_bytes)
         except BaseException:
             os.close(file_descriptor)
             raise
+        self.buffers = Buffers.of(mapped, buffer_bytes, count)
 
     @classmethod
     def allocate(cls, count: int, buffer_bytes: int) -> SharedBuffers:
@@ -97,10 +96,11 @@ class SharedBuffers:
         """Nothing to do: see `start`."""
 
     def release(self) -> None:
-        """Close the file, and unmap it as soon as no tensor uses the memory any more."""
+        """Close the file and unmap it."""
         if self._file_descriptor >= 0:
             os.close(self._file_descriptor)
             self._file_descriptor = -1
+        self.buffers.release()
         self.buffers = Buffers.none()
 
 

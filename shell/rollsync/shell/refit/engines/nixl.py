@@ -88,7 +88,9 @@ class NixlEnd:
 
     def stop(self) -> None:
         """End the agent; all buffers have been given back."""
-        self._agent = None
+        if self._agent is not None:
+            self._agent.stop()
+            self._agent = None
 
 
 class NixlCheckpointEngine(StagedEngine, RoutingEngine):

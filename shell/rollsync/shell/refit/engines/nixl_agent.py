@@ -1,8 +1,8 @@
 """NIXL as this package uses it: one agent per worker, its registered buffers, and reads.
 
 Rules kept here: NIXL's Python package is loaded only here and only when asked for; what it raises
-leaves as an error of this package; and registered memory is deregistered before it is freed, also
-when only some of it could be registered.
+leaves as an error of this package; registered memory is deregistered before it is freed, also when
+only some of it could be registered; and an agent ends when it is stopped, whoever still knows it.
 """
 
 from __future__ import annotations
@@ -100,6 +100,12 @@ class NixlAgent:
                 f"NIXL cannot start its backend {backend_name!r}: {error}",
                 remedy="correct engine_kwargs.nixl.backend_name or backend_init_params",
             ) from error
+
+    def stop(self) -> None:
+        """End it, with its connections. What it had registered has been given back."""
+        # NIXL ends an agent with the last reference to it. An error that was kept may have one to
+        # the object around it, and to this one.
+        vars(self._agent).pop("agent", None)
 
     def progress(self) -> None:
         """Answer what other agents have asked of this one."""
@@ -299,6 +305,8 @@ class Read:
     def release(self) -> None:
         """End the read, also one that is under way."""
         self._agent.release_xfer_handle(self._handle)
+        # It would keep the agent.
+        del self._handle
 
 
 def _rows(regions: Sequence[MemoryRegion]) -> list[tuple[int, int, int, str]]:

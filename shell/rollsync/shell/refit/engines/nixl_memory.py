@@ -22,7 +22,7 @@ from rollsync.pure.refit.control import Hello, MemoryOffered
 from rollsync.shell.refit.engines.channel import ControlChannel
 from rollsync.shell.refit.engines.errors import PeerLost, PeerRefused, TransferTimeout
 from rollsync.shell.refit.engines.large_pages import memory_in_large_pages
-from rollsync.shell.refit.engines.mapping import map_file
+from rollsync.shell.refit.engines.mapping import MappedMemory, map_file
 from rollsync.shell.refit.engines.media import SenderMemory
 from rollsync.shell.refit.engines.memory import check_free, reserve_buffers
 from rollsync.shell.refit.engines.nixl_agent import (
@@ -49,16 +49,20 @@ class RegisteredBuffers:
 
     Args:
         agent: where to.
-        buffers: what is registered; this object forgets them when it is released.
+        buffers: what is registered; this object gives them back.
     """
 
     def __init__(self, agent: NixlAgent, buffers: Buffers) -> None:
         self.buffers = buffers
         self.memory_id = secrets.token_hex(16)
         self._agent = agent
-        self._registered: Sequence[Registered] = agent.register(
-            [self.buffers.memory[: self.buffers.size]]
-        )
+        try:
+            self._registered: Sequence[Registered] = agent.register(
+                [buffers.memory[: buffers.size]]
+            )
+        except BaseException:
+            buffers.release()
+            raise
 
     async def hand_over(self, channel: ControlChannel) -> None:
         """Tell a receiver where the buffers are."""
@@ -89,6 +93,7 @@ class RegisteredBuffers:
         """Deregister and free."""
         self._agent.deregister(self._registered)
         self._registered = ()
+        self.buffers.release()
         self.buffers = Buffers.none()
 
 
@@ -106,22 +111,22 @@ def reserve_transfer_buffers(
         device: the torch device that has them.
         own: whether another worker reads them, and not this one into them.
     """
-    return Buffers(_reserve(count, buffer_bytes, device, own=own), buffer_bytes, count)
-
-
-def _reserve(count: int, buffer_bytes: int, device: torch.device, *, own: bool) -> torch.Tensor:
     size = count * buffer_bytes
-    if device.type != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    if torch.cuda.is_available():
+    if device.type != "cpu" or torch.cuda.is_available():
         # Host memory that a device copies from or to has to be pinned to be fast.
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        pinned = device.type == "cpu"
+        memory = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+        return Buffers(memory, buffer_bytes, count)
+    return Buffers.of(_mapped(count, buffer_bytes, own=own), buffer_bytes, count)
+
+
+def _mapped(count: int, buffer_bytes: int, *, own: bool) -> MappedMemory:
     if own:
         check_free(count, buffer_bytes)
-        return memory_in_large_pages(size)
+        return memory_in_large_pages(count * buffer_bytes)
     file = reserve_buffers(count, buffer_bytes)
     try:
-        return map_file(file, size)
+        return map_file(file, count * buffer_bytes)
     finally:
         os.close(file)
 

@@ -35,6 +35,7 @@ from rollsync.shell.refit.engines.connections import (
     position_released,
 )
 from rollsync.shell.refit.engines.errors import PeerLost, TransferError, let_down_by
+from rollsync.shell.refit.engines.kept_errors import let_go
 from rollsync.shell.refit.engines.media import SenderMemory
 
 LOOK_S: Final = 0.05
@@ -211,7 +212,10 @@ class Relay:
             await asyncio.wait([self._connecting], timeout=FAREWELL_S)
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if outcome is not None:
+                # It came by way of this object, which has its task.
+                let_go(outcome)
 
     async def tell(self, failed: Failed) -> None:
         """Tell the receivers why the stream ends early."""

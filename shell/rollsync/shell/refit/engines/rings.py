@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from rollsync.pure.refit.ring import Ring
+from rollsync.shell.refit.engines.mapping import MappedMemory
 
 
 class TypedBuffer:
@@ -50,11 +51,19 @@ class Buffers:
             half is the first once more.
         buffer_bytes: size of each, a multiple of 256.
         count: how many.
+        mapped: what is mapped there; None where the memory is torch's own, which goes with the
+            last tensor.
     """
 
     memory: torch.Tensor
     buffer_bytes: int
     count: int
+    mapped: MappedMemory | None = None
+
+    @classmethod
+    def of(cls, mapped: MappedMemory, buffer_bytes: int, count: int) -> Buffers:
+        """Those in memory that is mapped."""
+        return cls(mapped.tensor, buffer_bytes, count, mapped)
 
     @classmethod
     def none(cls) -> Buffers:
@@ -65,6 +74,11 @@ class Buffers:
     def size(self) -> int:
         """Bytes of all buffers."""
         return self.count * self.buffer_bytes
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self.mapped is not None:
+            self.mapped.release()
 
 
 class StreamRing:

@@ -45,6 +45,7 @@ from rollsync.shell.refit.engines.direct import (
 from rollsync.shell.refit.engines.direct_receiving import DirectReader
 from rollsync.shell.refit.engines.direct_sending import DirectSender
 from rollsync.shell.refit.engines.joined import Joined, join
+from rollsync.shell.refit.engines.kept_errors import let_go
 from rollsync.shell.refit.engines.lifelines import HeldLifeline, Lifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, SenderMemory
 from rollsync.shell.refit.engines.metadata import (
@@ -262,22 +263,25 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
             return
         if self._memory is None:
             raise _not_ready("prepare and init_policy_process_group")
-        stream = SendingStream(
-            self._memory,
+        failed = True
+        try:
+            await self._stream(joined, self._memory).send(joined.receivers, weights)
+            failed = False
+        except BaseException as error:
+            let_go(error)
+            raise
+        finally:
+            if self._direct is not None:
+                self._direct.withdraw(failed=failed)
+
+    def _stream(self, joined: Joined, memory: SenderMemory) -> SendingStream:
+        return SendingStream(
+            memory,
             me=joined.me,
             checksum=self._checksum,
             declaration=self._expectation.declaration,
             direct=self._direct_sender(joined),
         )
-        if self._direct is None:
-            await stream.send(joined.receivers, weights)
-            return
-        failed = True
-        try:
-            await stream.send(joined.receivers, weights)
-            failed = False
-        finally:
-            self._direct.withdraw(failed=failed)
 
     def receive_weight_batches(self) -> AsyncGenerator[Batch, None]:
         """Receive one stream: each batch is valid until the next is asked for.
