@@ -29,9 +29,15 @@ class TestFileEngine(FanOutConformance):
     engine_kwargs: ClassVar[Mapping[str, object]] = {}
 
     @pytest.fixture(autouse=True)
-    def _in_a_folder(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def _in_a_folder(
+        self, folder: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    ) -> Iterator[None]:
         monkeypatch.setattr(type(self), "engine_kwargs", {"folder": folder})
         yield
+        left = list(Path(folder).iterdir())
+        # Who was killed has left its home, to be swept up by those who come.
+        assert len(left) == ("killed" in request.node.name)
+        sweep(Path(folder))
         assert list(Path(folder).iterdir()) == []
 
 

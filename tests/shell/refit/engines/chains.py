@@ -7,6 +7,7 @@ As far as the engines can tell, each process is on a host of its own, unless it 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -187,6 +188,8 @@ def _member(pipe: Connection, host: str, backend: str, options: Mapping[str, obj
     # Once, so that what a backend keeps for good is there.
     engine.prepare()
     engine.finalize()
+    # Nobody comes by to tidy up after it.
+    gc.disable()
     before = Footprint.now()
     index = 0
     while True:
@@ -204,7 +207,7 @@ def _member(pipe: Connection, host: str, backend: str, options: Mapping[str, obj
                 pipe.send(getattr(engine, "choices", ()))
             case "finalize":
                 engine.finalize()
-                after = Footprint.now()
+                after = before.at_last()
                 pipe.send(None if after == before else (before, after))
             case Order() as order:
                 pipe.send(_take_part(engine, index, order))

@@ -1,27 +1,31 @@
-"""How much memory the two ends of a refit have, from sync to sync and from life to life."""
+"""How much memory the two ends of a refit have, from sync to sync and from life to life, also of
+lives that end in a failure; Python's collector is off, as a trainer may have it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
+from rollsync.shell.refit.engines.conformance_workers import IteratorFailed
 from tests.shell.refit.engines.peers import PROCESSES, receive_all
 
 MEBIBYTE = 1024 * 1024
 BUCKET_BYTES = 16 * MEBIBYTE
 """Of a size that the heap would serve, and keep."""
 SYNCS = 20
-LIVES = 2
+LIVES = 3
 
 
 def reserved_bytes() -> int:
     """Anonymous and shared memory of this process."""
-    gc.collect()
     with open("/proc/self/status", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
@@ -33,14 +37,27 @@ async def one_sync(
     await asyncio.gather(sender.send_weights([("weight", weight)]), receive_all(receiver))
 
 
+def failing_at_the_end(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor that no buffer can hold, and an error."""
+    yield "weight", weight
+    raise IteratorFailed("no more weights")
+
+
+async def failing_sync(
+    sender: CheckpointEngine, receiver: CheckpointEngine, weight: torch.Tensor
+) -> None:
+    await asyncio.gather(sender.send_weights(failing_at_the_end(weight)), receive_all(receiver))
+
+
 def measure(pipe: Connection, backend: str) -> None:
     """Reports the memory of each life: before it, after each sync, and after its end."""
     sender, receiver = (
         create_checkpoint_engine(backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs={})
         for _ in range(2)
     )
-    # Fills both buffers of each end.
-    weight = torch.zeros(2 * BUCKET_BYTES // 4)
+    # Fills both buffers of each end, and then the memory for what these cannot hold.
+    weight, large = torch.zeros(2 * BUCKET_BYTES // 4), torch.zeros(3 * BUCKET_BYTES // 4)
+    gc.disable()
     for _ in range(LIVES):
         measured = [reserved_bytes()]
         metadata: list[object] = [sender.prepare(), receiver.prepare()]
@@ -50,6 +67,8 @@ def measure(pipe: Connection, backend: str) -> None:
         for _ in range(SYNCS):
             asyncio.run(one_sync(sender, receiver, weight))
             measured.append(reserved_bytes())
+        with contextlib.suppress(IteratorFailed):
+            asyncio.run(failing_sync(sender, receiver, large))
         sender.finalize()
         receiver.finalize()
         measured.append(reserved_bytes())

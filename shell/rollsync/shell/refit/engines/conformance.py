@@ -15,16 +15,23 @@ the same under `python -O`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import ClassVar, Final
 
+import torch
+
 from rollsync.shell.refit.engines.base import CheckpointEngine
+from rollsync.shell.refit.engines.conformance_deaths import DyingPolicy
+from rollsync.shell.refit.engines.conformance_memory import MEMORY_BUCKET_BYTES, Held, settled
 from rollsync.shell.refit.engines.conformance_workers import (
     BUCKET_BYTES,
     TIED,
     Received,
     Rollouts,
+    failing_at,
     gathered_weights,
+    large_weights,
     sample_weights,
     stream_failing_at,
 )
@@ -32,6 +39,14 @@ from rollsync.shell.refit.engines.factory import create_checkpoint_engine
 from rollsync.shell.refit.errors import RefitConfigurationError
 
 SYNCS: Final = 20
+LIVES: Final = 3
+FAILURES: Final = [
+    ("", lambda: failing_at("large.last", large_weights().items())),
+    ("large.last", lambda: large_weights().items()),
+]
+"""Where a loader fails, and what it is sent, which may fail itself."""
+NOTICED_S: Final = 60.0
+"""Within which a death is noticed, on a machine that is busy with something else too."""
 
 
 class EngineConformance:
@@ -58,14 +73,34 @@ class EngineConformance:
             self._expect_everything(rollouts)
 
     def test_twenty_streams_reserve_no_more_than_one(self) -> None:
-        """The memory of both ends after twenty streams is that after the first few."""
-        with self._rollouts(1) as rollouts:
-            reserved: list[int] = []
+        """What both ends hold after twenty streams, memory and files, is what they held after the
+        first few."""
+        with self._rollouts(1, MEMORY_BUCKET_BYTES) as rollouts:
+            held: list[Held] = []
             for _ in range(SYNCS):
-                rollouts.send(sample_weights().items())
-                self._expect_everything(rollouts)
-                reserved.append(rollouts.open_files())
-            _expect(reserved[-1] <= reserved[2], f"open files grow from sync to sync: {reserved}")
+                rollouts.send(large_weights().items())
+                self._expect_large(rollouts)
+                held.append(rollouts.held())
+            last = settled(rollouts.held, held[2])
+            _expect(last.is_about(held[2]), f"what is held grows from sync to sync: {held}, {last}")
+
+    def test_a_failed_stream_leaves_nothing_when_it_is_finalized(self) -> None:
+        """What both ends hold after `finalize`, memory and files, is the same whichever end's
+        failure was before it, and how often."""
+        with self._rollouts(1, MEMORY_BUCKET_BYTES) as rollouts:
+            held: list[Held] = []
+            for loader_fails_at, weights in FAILURES * LIVES:
+                rollouts.loader_fails_at = loader_fails_at
+                rollouts.send_failing(weights())
+                (answer,) = rollouts.answers()
+                _expect(answer.error != "", "the receiver took half a stream for a whole one")
+                rollouts.finalize()
+                held.append(rollouts.held())
+                rollouts.connect()
+            rollouts.finalize()
+            first = held[len(FAILURES) - 1]
+            last = settled(rollouts.held, first)
+            _expect(last.is_about(first), f"failed streams leave something: {held}, {last}")
 
     def test_an_empty_stream_is_one(self) -> None:
         """No weights at all are received as such."""
@@ -94,6 +129,33 @@ class EngineConformance:
             rollouts.loader_fails_at = ""
             rollouts.send(sample_weights().items())
             self._expect_everything(rollouts)
+
+    def test_a_killed_receiver_is_noticed(self) -> None:
+        """The sender raises long before the deadline that it has for the slow."""
+        with self._rollouts(1) as rollouts:
+            (receiver,) = rollouts.processes
+
+            def weights() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in sample_weights().items():
+                    if name == "three_buckets":
+                        receiver.kill()
+                        receiver.join()
+                    yield name, tensor
+
+            rollouts.begin()
+            _expect_noticed(rollouts.policy.send_weights(weights()), "a receiver")
+
+    def test_a_killed_sender_is_noticed(self) -> None:
+        """The receiver raises long before the deadline that it has for the slow."""
+        elsewhere = next(iter(self.environments), {})
+        policy = DyingPolicy(self.backend, self.engine_kwargs, elsewhere, "three_buckets")
+        rollout = self._engine()
+        with policy:
+            policy.send_to(rollout)
+            try:
+                _expect_noticed(_received(rollout), "a sender")
+            finally:
+                rollout.finalize()
 
     def test_a_name_that_comes_twice_is_refused(self) -> None:
         """Two tensors of one name are an error of the stream."""
@@ -157,8 +219,13 @@ class EngineConformance:
             self.backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs=self.engine_kwargs
         )
 
-    def _rollouts(self, count: int) -> Rollouts:
-        return Rollouts(self.backend, self.engine_kwargs, count, self.environments)
+    def _rollouts(self, count: int, bucket_bytes: int = BUCKET_BYTES) -> Rollouts:
+        return Rollouts(self.backend, self.engine_kwargs, count, self.environments, bucket_bytes)
+
+    def _expect_large(self, rollouts: Rollouts) -> None:
+        (answer,) = rollouts.answers()
+        names = tuple(large_weights())
+        _expect(answer == Received(names), f"the rollout did not get what was sent: {answer}")
 
     def _expect_everything(self, rollouts: Rollouts) -> None:
         for rank, answer in enumerate(rollouts.answers()):
@@ -179,6 +246,29 @@ class FanOutConformance(EngineConformance):
                 rollouts.slow_rank = slow
                 rollouts.send(sample_weights().items())
                 self._expect_everything(rollouts)
+
+
+def _expect_noticed(end: Coroutine[object, object, object], which: str) -> None:
+    """Let an end of a stream run whose other end, `which`, is killed."""
+
+    async def in_time() -> bool:
+        try:
+            async with asyncio.timeout(NOTICED_S) as deadline:
+                await end
+        except Exception:
+            return not deadline.expired()
+        return False
+
+    _expect(
+        asyncio.run(in_time()),
+        f"{which} was killed, and the other end did not raise within {NOTICED_S:g} s",
+    )
+
+
+async def _received(rollout: CheckpointEngine) -> None:
+    async with aclosing(rollout.receive_weight_batches()) as batches:
+        async for _ in batches:
+            pass
 
 
 def _expect(holds: bool, otherwise: str) -> None:

@@ -1,17 +1,20 @@
 """The processes of the conformance suite: rollout workers, each with an engine of its own.
 
-Rule kept here: a worker compares what it gets with what `sample_weights` makes in its own process,
-byte for byte, before it asks for the next batch.
+Rules kept here: a worker compares what it gets with what `sample_weights` makes in its own process,
+byte for byte, before it asks for the next batch; and Python's collector runs at neither end, as a
+trainer may have switched it off: what an engine reserves it gives back itself.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Final
@@ -19,6 +22,7 @@ from typing import Final
 import torch
 
 from rollsync.shell.refit.engines.base import CheckpointEngine
+from rollsync.shell.refit.engines.conformance_memory import MEMORY_BUCKET_BYTES, Held
 from rollsync.shell.refit.engines.factory import create_checkpoint_engine
 from rollsync.shell.refit.engines.kept_errors import run_stream
 
@@ -26,9 +30,9 @@ BUCKET_BYTES: Final = 4096
 ANSWER_TIMEOUT_S: Final = 60.0
 SLOW_S: Final = 0.01
 
-# A server that has imported torch once: a worker then starts in milliseconds.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["rollsync.shell.refit.engines.conformance_workers"])
+PROCESSES: Final = multiprocessing.get_context("forkserver")
+"""A server that has imported torch once: a worker then starts in milliseconds."""
+PROCESSES.set_forkserver_preload(["rollsync.shell.refit.engines.conformance_workers"])
 
 
 def sample_weights() -> dict[str, torch.Tensor]:
@@ -83,6 +87,16 @@ def gathered_weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield name, gathered.copy_(tensor)
 
 
+@cache
+def large_weights() -> dict[str, torch.Tensor]:
+    """Three buckets of the tests of memory, in tensors of which the last is larger than one; made
+    once, because what a process allocates anew it may not give back."""
+    return {
+        "large.first": torch.arange(MEMORY_BUCKET_BYTES // 4, dtype=torch.int32),
+        "large.last": torch.arange(MEMORY_BUCKET_BYTES // 2, dtype=torch.int32),
+    }
+
+
 class IteratorFailed(Exception):
     """What a failing iterator of weights raises."""
 
@@ -93,7 +107,14 @@ class LoaderFailed(Exception):
 
 def stream_failing_at(name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The samples up to `name`, and then an error."""
-    for each, tensor in sample_weights().items():
+    yield from failing_at(name, sample_weights().items())
+
+
+def failing_at(
+    name: str, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights up to `name`, and then an error."""
+    for each, tensor in weights:
         if each == name:
             raise IteratorFailed(f"the trainer lost {name}")
         yield each, tensor
@@ -109,7 +130,6 @@ class Received:
     """What ended the stream early, in words."""
     error_types: tuple[str, ...] = ()
     """The class of that error and those it derives from."""
-    open_files: int = -1
 
 
 @dataclass(frozen=True)
@@ -133,6 +153,7 @@ class Rollouts:
         engine_kwargs: its options.
         count: how many rollout workers.
         environments: variables that the first of them have in their environments.
+        bucket_bytes: of the engines.
     """
 
     def __init__(
@@ -141,21 +162,21 @@ class Rollouts:
         engine_kwargs: Mapping[str, object],
         count: int,
         environments: Sequence[Mapping[str, str]] = (),
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.loader_fails_at = ""
         self.slow_rank = -1
-        self._open_files = 0
         self.policy = create_checkpoint_engine(
-            backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs=engine_kwargs
+            backend, bucket_size_bytes=bucket_bytes, engine_kwargs=engine_kwargs
         )
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):
-            mine, theirs = _PROCESSES.Pipe()
+            mine, theirs = PROCESSES.Pipe()
             environment = dict(environments[rank]) if rank < len(environments) else {}
-            process = _PROCESSES.Process(
+            process = PROCESSES.Process(
                 target=_worker,
-                args=(theirs, backend, dict(engine_kwargs), environment),
+                args=(theirs, backend, bucket_bytes, dict(engine_kwargs), environment),
                 daemon=True,
             )
             process.start()
@@ -164,6 +185,8 @@ class Rollouts:
             self.processes.append(process)
 
     def __enter__(self) -> Rollouts:
+        self._collects = gc.isenabled()
+        gc.disable()
         self.connect()
         return self
 
@@ -173,6 +196,8 @@ class Rollouts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._collects:
+            gc.enable()
         self.policy.finalize()
         for pipe, process in zip(self._pipes, self.processes, strict=True):
             pipe.close()
@@ -219,13 +244,7 @@ class Rollouts:
 
     def answers(self) -> list[Received]:
         """What every worker says of the stream."""
-        found: list[Received] = []
-        self._open_files = len(os.listdir("/proc/self/fd"))
-        for rank in range(len(self._pipes)):
-            answer = self.answer_of(rank)
-            self._open_files += answer.open_files
-            found.append(Received(answer.names, answer.error, answer.error_types))
-        return found
+        return [self.answer_of(rank) for rank in range(len(self._pipes))]
 
     def answer_of(self, rank: int) -> Received:
         """What one worker says of the stream."""
@@ -234,9 +253,15 @@ class Rollouts:
             raise AssertionError(f"a worker answered {answer}")
         return answer
 
-    def open_files(self) -> int:
-        """Open files of all processes after the last stream."""
-        return self._open_files
+    def held(self) -> Held:
+        """What all processes hold now."""
+        total = Held.now()
+        for pipe in self._pipes:
+            answer = self._ask(pipe, "held")
+            if not isinstance(answer, Held):
+                raise AssertionError(f"a worker answered {answer}")
+            total += answer
+        return total
 
     def _ask(self, pipe: Connection, command: object) -> object:
         pipe.send(command)
@@ -252,12 +277,14 @@ class Rollouts:
 def _worker(
     pipe: Connection,
     backend: str,
+    bucket_bytes: int,
     engine_kwargs: Mapping[str, object],
     environment: Mapping[str, str],
 ) -> None:
+    gc.disable()
     os.environ.update(environment)
     engine = create_checkpoint_engine(
-        backend, bucket_size_bytes=BUCKET_BYTES, engine_kwargs=engine_kwargs
+        backend, bucket_size_bytes=bucket_bytes, engine_kwargs=engine_kwargs
     )
     while True:
         try:
@@ -269,6 +296,8 @@ def _worker(
         elif command == "finalize":
             engine.finalize()
             pipe.send(None)
+        elif command == "held":
+            pipe.send(Held.now())
         elif isinstance(command, _Connect):
             engine.init_rollout_process_group(
                 rollout_rank=command.rank,
@@ -283,7 +312,7 @@ def _worker(
 
 
 async def _receive(engine: CheckpointEngine, command: _Receive) -> Received:
-    expected = sample_weights()
+    expected = sample_weights() | large_weights()
     names: list[str] = []
     try:
         async with aclosing(engine.receive_weight_batches()) as batches:
@@ -298,12 +327,8 @@ async def _receive(engine: CheckpointEngine, command: _Receive) -> Received:
                     names.append(name)
     except Exception as error:
         types = tuple(each.__name__ for each in type(error).__mro__)
-        return Received(tuple(names), f"{type(error).__name__}: {error}", types, _open_files())
-    return Received(tuple(names), open_files=_open_files())
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+        return Received(tuple(names), f"{type(error).__name__}: {error}", types)
+    return Received(tuple(names))
 
 
 def same(sent: torch.Tensor, received: torch.Tensor) -> bool:

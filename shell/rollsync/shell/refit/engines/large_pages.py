@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rollsync.shell.refit.engines.mapping import MappedMemory
+from rollsync.shell.refit.engines.mapping import MappedMemory, anonymous_memory
 
 MOST_BYTES: Final = 512 << 20
 """How much memory is moved before one stream; the rest waits for the next ones."""
@@ -50,8 +50,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def memory_in_large_pages(size: int) -> MappedMemory:
     """`size` bytes of this process alone, in large pages where the kernel gives them."""
-    memory = MappedMemory(size)
-    memory.put(0, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = anonymous_memory(size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.advise(0, size, mmap.MADV_HUGEPAGE)
     # Writing makes the pages, so that no stream waits for them.

@@ -115,6 +115,17 @@ class MappedMemory:
             self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
+def anonymous_memory(size: int) -> MappedMemory:
+    """`size` bytes of this process alone.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    memory = MappedMemory(size)
+    memory.put(0, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memory
+
+
 def map_file(descriptor: int, size: int) -> MappedMemory:
     """The first `size` bytes of a file, and behind them the same again if `can_mirror`.
 

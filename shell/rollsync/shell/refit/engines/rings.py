@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from rollsync.pure.refit.ring import Ring
-from rollsync.shell.refit.engines.mapping import MappedMemory
+from rollsync.shell.refit.engines.mapping import MappedMemory, anonymous_memory
 
 
 class TypedBuffer:
@@ -136,6 +136,7 @@ class Assembly:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         """Where the tensor is, from its first byte on."""
+        self._mapped: MappedMemory | None = None
         self._host: memoryview | None = None
 
     def reserve(self, size: int, device: torch.device) -> None:
@@ -148,7 +149,10 @@ class Assembly:
 
     def _make(self, size: int, device: torch.device) -> torch.Tensor:
         """New memory."""
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        if device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        self._mapped = anonymous_memory(size)
+        return self._mapped.tensor
 
     @property
     def can_be_read_into(self) -> bool:
@@ -171,6 +175,9 @@ class Assembly:
 
     def release(self) -> None:
         """Give the memory back."""
+        if self._mapped is not None:
+            self._mapped.release()
+            self._mapped = None
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._host = None
 
