@@ -5,7 +5,6 @@ lives that end in a failure; Python's collector is off, as a trainer may have it
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -45,8 +44,13 @@ def failing_at_the_end(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
 
 async def failing_sync(
     sender: CheckpointEngine, receiver: CheckpointEngine, weight: torch.Tensor
-) -> None:
-    await asyncio.gather(sender.send_weights(failing_at_the_end(weight)), receive_all(receiver))
+) -> list[object]:
+    """The errors of both ends."""
+    return await asyncio.gather(
+        sender.send_weights(failing_at_the_end(weight)),
+        receive_all(receiver),
+        return_exceptions=True,
+    )
 
 
 def measure(pipe: Connection, backend: str) -> None:
@@ -58,6 +62,8 @@ def measure(pipe: Connection, backend: str) -> None:
     # Fills both buffers of each end, and then the memory for what these cannot hold.
     weight, large = torch.zeros(2 * BUCKET_BYTES // 4), torch.zeros(3 * BUCKET_BYTES // 4)
     gc.disable()
+    # They are kept, with all that they have.
+    errors: list[object] = []
     for _ in range(LIVES):
         measured = [reserved_bytes()]
         metadata: list[object] = [sender.prepare(), receiver.prepare()]
@@ -67,12 +73,12 @@ def measure(pipe: Connection, backend: str) -> None:
         for _ in range(SYNCS):
             asyncio.run(one_sync(sender, receiver, weight))
             measured.append(reserved_bytes())
-        with contextlib.suppress(IteratorFailed):
-            asyncio.run(failing_sync(sender, receiver, large))
+        errors += asyncio.run(failing_sync(sender, receiver, large))
         sender.finalize()
         receiver.finalize()
         measured.append(reserved_bytes())
         pipe.send(measured)
+    pipe.send([type(each).__name__ for each in errors])
 
 
 @pytest.mark.parametrize("backend", ["shm", "nixl"])
@@ -88,5 +94,6 @@ def test_twenty_syncs_reserve_what_one_does_and_finalize_gives_it_back(backend: 
         assert synced[0] - before >= 2 * BUCKET_BYTES
         assert max(synced) - synced[0] < BUCKET_BYTES // 2
         assert after - before < BUCKET_BYTES // 2
+    assert mine.recv() == ["IteratorFailed", "PeerFailed"] * LIVES
     process.join()
     process.close()
