@@ -5,8 +5,9 @@ buffers. Whoever keeps the error keeps all of that; and since `asyncio` raises i
 has the task that has the error, it keeps itself, until Python's collector comes by, which a
 trainer may have switched off.
 
-Rules kept here: only frames of this package are emptied, as those of a trainer's iterator or an
-engine's loader are their authors' to look into; and what is left of an error is what it says.
+Rules kept here: only frames of this package's engines, and of NIXL under them, are emptied, as
+those of a trainer's iterator or an engine's loader are their authors' to look into; and what is
+left of an error is what it says.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from returns.pipeline import is_successful
 from returns.result import Failure, Result, Success
 
 _T = TypeVar("_T")
-_OURS: Final = __name__.rpartition(".")[0]
+_EMPTIED: Final = (__name__.rpartition(".")[0], "nixl")
+"""How the names of the modules begin whose frames are emptied. NIXL's have handles of reads, and
+these have the agent."""
 
 
 def let_go(error: BaseException) -> None:
-    """Empty the frames of the engines, other than those that still run, that an error passed, and
-    that the errors which led to it passed."""
+    """Empty the frames of the engines that an error passed, and that the errors which led to it
+    passed, other than those that still run."""
     for each in _chain(error):
         trace = each.__traceback__
         while trace is not None:
             frame, trace = trace.tb_frame, trace.tb_next
-            if str(frame.f_globals.get("__name__", "")).startswith(_OURS):
+            if str(frame.f_globals.get("__name__", "")).startswith(_EMPTIED):
                 try:
                     frame.clear()
                 except RuntimeError:
