@@ -40,11 +40,8 @@ from rollsync.shell.refit.errors import RefitConfigurationError
 
 SYNCS: Final = 20
 LIVES: Final = 3
-FAILURES: Final = [
-    ("", lambda: failing_at("large.last", large_weights().items())),
-    ("large.last", lambda: large_weights().items()),
-]
-"""Where a loader fails, and what it is sent, which may fail itself."""
+FAILURES: Final = (("large.last", ""), ("", "large.last"))
+"""At which tensor the iterator fails, or the loader."""
 NOTICED_S: Final = 60.0
 """Within which a death is noticed, on a machine that is busy with something else too."""
 
@@ -89,9 +86,8 @@ class EngineConformance:
         failure was before it, and how often."""
         with self._rollouts(1, MEMORY_BUCKET_BYTES) as rollouts:
             held: list[Held] = []
-            for loader_fails_at, weights in FAILURES * LIVES:
-                rollouts.loader_fails_at = loader_fails_at
-                rollouts.send_failing(weights())
+            for iterator_fails_at, rollouts.loader_fails_at in FAILURES * LIVES:
+                rollouts.send_failing(failing_at(iterator_fails_at, large_weights().items()))
                 (answer,) = rollouts.answers()
                 _expect(answer.error != "", "the receiver took half a stream for a whole one")
                 rollouts.finalize()
@@ -252,8 +248,9 @@ def _expect_noticed(end: Coroutine[object, object, object], which: str) -> None:
     """Let an end of a stream run whose other end, `which`, is killed."""
 
     async def in_time() -> bool:
+        deadline = asyncio.timeout(NOTICED_S)
         try:
-            async with asyncio.timeout(NOTICED_S) as deadline:
+            async with deadline:
                 await end
         except Exception:
             return not deadline.expired()

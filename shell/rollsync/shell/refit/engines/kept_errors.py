@@ -13,6 +13,7 @@ left of an error is what it says.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Iterator
 from typing import Final, TypeVar
 
@@ -33,11 +34,9 @@ def let_go(error: BaseException) -> None:
         while trace is not None:
             frame, trace = trace.tb_frame, trace.tb_next
             if str(frame.f_globals.get("__name__", "")).startswith(_EMPTIED):
-                try:
+                # One that still runs cannot be emptied, and what it has is its own.
+                with contextlib.suppress(RuntimeError):
                     frame.clear()
-                except RuntimeError:
-                    # It still runs, and what it has is its own.
-                    continue
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
