@@ -46,10 +46,12 @@ async def failing_sync(
     sender: CheckpointEngine, receiver: CheckpointEngine, weight: torch.Tensor
 ) -> list[object]:
     """The errors of both ends."""
-    return await asyncio.gather(
-        sender.send_weights(failing_at_the_end(weight)),
-        receive_all(receiver),
-        return_exceptions=True,
+    return list(
+        await asyncio.gather(
+            sender.send_weights(failing_at_the_end(weight)),
+            receive_all(receiver),
+            return_exceptions=True,
+        )
     )
 
 
