@@ -71,8 +71,8 @@ class ControlChannel:
         self.timeout_s = timeout_s
         self.on_host = on_host
         self._frames = Frames(side)
-        self._aside: type[ControlBody] | None = None
-        self._set_aside: deque[tuple[ControlBody, bytes]] = deque()
+        self._kind_aside: type[ControlBody] | None = None
+        self._aside: deque[tuple[ControlBody, bytes]] = deque()
         self._others: deque[tuple[ControlBody, bytes]] = deque()
         self._expects = True
         self._deadline: asyncio.Timeout | None = None
@@ -96,10 +96,10 @@ class ControlChannel:
         """What this end does from here on, for errors."""
         self._stage, self._tensor = stage, tensor
 
-    def look(self, between: Callable[[], object] | None) -> None:
+    def between_looks(self, do: Callable[[], object] | None) -> None:
         """What is done from here on between two looks for an answer; None: an answer is not looked
         for, but waited for at once."""
-        self._between_looks = between
+        self._between_looks = do
 
     def authenticate(self, secret: bytes, *nonces: bytes) -> None:
         """The other end has proved itself; from here on messages carry codes of this stream."""
@@ -158,7 +158,7 @@ class ControlChannel:
 
     def set_aside(self, kind: type[ControlBody]) -> None:
         """From here on `receive` leaves messages of this kind to `receive_aside`."""
-        self._aside = kind
+        self._kind_aside = kind
 
     async def receive(self) -> tuple[ControlBody, bytes]:
         """The next message and its bytes.
@@ -179,18 +179,19 @@ class ControlChannel:
         Raises:
             PeerFailed, PeerLost, PeerRefused: see `receive`.
         """
-        while (message := self.receive_now()) is not None:
+        while (message := self._arrived()) is not None:
             self._sort(message)
 
     async def receive_aside(self) -> ControlBody:
         """The next message of the kind that is set aside; it raises what `receive` does."""
-        while not self._set_aside:
+        while not self._aside:
             self._sort(await self._next())
-        return self._set_aside.popleft()[0]
+        return self._aside.popleft()[0]
 
     def _sort(self, message: tuple[ControlBody, bytes]) -> None:
-        aside = self._aside is not None and isinstance(message[0], self._aside)
-        (self._set_aside if aside else self._others).append(message)
+        kind = self._kind_aside
+        is_aside = kind is not None and isinstance(message[0], kind)
+        (self._aside if is_aside else self._others).append(message)
 
     async def _next(self) -> tuple[ControlBody, bytes]:
         if self._interruption is not None:
@@ -213,6 +214,12 @@ class ControlChannel:
         Raises:
             PeerFailed, PeerLost, PeerRefused: see `receive`.
         """
+        while not self._others and (message := self._arrived()) is not None:
+            self._sort(message)
+        return self._others.popleft() if self._others else None
+
+    def _arrived(self) -> tuple[ControlBody, bytes] | None:
+        """The next message of any kind, if it has come already."""
         if self._interruption is not None:
             raise self._interruption
         try:

@@ -179,6 +179,6 @@ class Connections:
                 remedy="make sure that no other program listens in this run's name",
             )
         channel.authenticate(receiver.secret, *nonces)
-        channel.look(self._memory.progress)
+        channel.between_looks(self._memory.progress)
         if welcome.needs_memory:
             await self._memory.hand_over(channel)

@@ -146,27 +146,27 @@ class _Arrivals:
         if relay is not None:
             await relay.begin(self._channel, self._begins, self._ring.ring, self._release)
         while True:
-            part = await self._next()
-            if isinstance(part, StreamEnded):
-                self._check_end(part)
+            news = await self._next()
+            if isinstance(news, StreamEnded):
+                self._check_end(news)
                 if relay is not None:
-                    await relay.end(self._channel, part)
-                self._on_end(part)
+                    await relay.end(self._channel, news)
+                self._on_end(news)
                 return
-            if isinstance(part, TensorsOffered | TensorHashed):
-                await self._take_directly(part)
+            if isinstance(news, TensorsOffered | TensorHashed):
+                await self._take_directly(news)
                 continue
-            self._check_contents(part)
+            self._check_contents(news)
             if relay is not None:
-                await relay.pass_on(part.part, part.end)
-            whole = self._unpacker.take(part)
+                await relay.pass_on(news.part, news.end)
+            whole = self._unpacker.take(news)
             # The next part travels while this one is loaded.
             self._look_ahead()
             if whole:
                 self._enter("loaded", name_tensors(name for name, _ in whole))
                 yield whole
-            self._unpacker.settle(part)
-            self._settled = part.needed_from
+            self._unpacker.settle(news)
+            self._settled = news.needed_from
             await self._release()
 
     async def _take_directly(self, news: TensorsOffered | TensorHashed) -> None:
@@ -175,7 +175,7 @@ class _Arrivals:
         await self._direct.take(self._channel, news)
 
     async def _next(self) -> _News:
-        """The next part, which has come."""
+        """What was announced next; if that is a part, its bytes are there."""
         channel = self._channel
         if not self._coming:
             self._enter("waited for a bucket")

@@ -125,11 +125,11 @@ class Relay:
             on_release: called when a receiver has released more.
         """
         loop = asyncio.get_running_loop()
-        sender.look(self._memory.progress)
+        sender.between_looks(self._memory.progress)
         for index, channel in enumerate(self._connections.channels):
             await channel.send(begins)
             # What is said between two ends while this one waits for a third is not waited for.
-            channel.look(None)
+            channel.between_looks(None)
             channel.expect(False)
             following = self._follow(sender, index, channel, ring, on_release)
             self._followers.append(loop.create_task(following))

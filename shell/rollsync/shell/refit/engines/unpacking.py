@@ -85,8 +85,8 @@ class Incoming:
         """The position behind its last byte."""
         return self.start + self.size
 
-    def expects(self, bucket: int, piece: Piece) -> bool:
-        """Whether `piece` is the next chunk of this tensor; if so, it is taken for announced."""
+    def take_next(self, bucket: int, piece: Piece) -> bool:
+        """Take the next chunk of this tensor for announced; whether `piece` is that one."""
         chunk, spec = self._next, self.spec
         if chunk is None:
             return False
@@ -103,7 +103,7 @@ class Incoming:
 
     def is_whole(self, end: int) -> bool:
         """Whether all of it was announced and lies before `end`."""
-        return self._next is None and self.start + self.size <= end
+        return self._next is None and self.end <= end
 
 
 class Stretch:
@@ -195,7 +195,7 @@ class StreamUnpacker:
             if (
                 unfinished is None
                 or piece.offset > part.filled_bytes
-                or not unfinished.expects(part.bucket, piece)
+                or not unfinished.take_next(part.bucket, piece)
             ):
                 raise StreamError(
                     f"tensor {piece.name!r}: a chunk at byte {piece.chunk_offset} of bucket"
