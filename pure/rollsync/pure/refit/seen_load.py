@@ -141,7 +141,7 @@ class _Reader:
             case Processed(layer=layer, problem=problem):
                 for each in self._parameters.values():
                     if each.layer == layer:
-                        each.blame(problem)
+                        each.note_problem(problem)
             case Received(name=name, view=view):
                 self._received(name, view)
             case BatchEnded():
@@ -162,7 +162,7 @@ class _Reader:
     def seen(self) -> SeenLoad:
         for scratch in self._scratch.values():
             for name in () if self._is_explained(scratch) else scratch.names:
-                self._sources[name].blame("it is kept somewhere else too")
+                self._sources[name].note_problem("it is kept somewhere else too")
         return SeenLoad(
             tensors={name: each.seen() for name, each in self._sources.items()},
             parameters={name: each.seen() for name, each in self._parameters.items()},
@@ -187,7 +187,7 @@ class _Reader:
     def _received(self, name: str, view: View) -> None:
         known = self._sources.get(name)
         if known is not None:
-            known.blame("it was loaded twice")
+            known.note_problem("it was loaded twice")
             known.read_whole()
             return
         source = Source(name, view)
@@ -217,7 +217,7 @@ class _Reader:
         elif source.memory != target.memory:
             to.settled(target, source, self._scratch.get(source.memory))
         elif source.region() != target.region():
-            to.blame("parts of it are moved within it")
+            to.note_problem("parts of it are moved within it")
 
     def _filled(self, target: View) -> None:
         self._read(target)
@@ -236,7 +236,7 @@ class _Reader:
             self._scratch.get(memory),
         ):
             if each is not None:
-                each.blame(f"{by} uses it")
+                each.note_problem(f"{by} uses it")
 
     def _read(self, view: View) -> None:
         source = self._source_of(view)
@@ -247,7 +247,7 @@ class _Reader:
         """Something was written; it may be a received tensor."""
         source = self._source_of(target)
         if source is not None:
-            source.blame("it is changed before it is loaded")
+            source.note_problem("it is changed before it is loaded")
 
     def _source_of(self, view: View) -> Source | None:
         """The received tensor whose bytes these are."""

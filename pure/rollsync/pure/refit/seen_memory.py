@@ -16,13 +16,13 @@ from rollsync.pure.refit.load_plan import Copy, Region, SeenParameter, SeenTenso
 
 
 class Memory:
-    """Anything that may turn out to be no plain copy."""
+    """What the three kinds have in common: each may turn out to be no plain copy, or hold none."""
 
     def __init__(self) -> None:
         self.problem = ""
 
-    def blame(self, problem: str) -> None:
-        """Say why it is none."""
+    def note_problem(self, problem: str) -> None:
+        """Why it is none; the first reason is kept."""
         self.problem = self.problem or problem
 
 
@@ -38,9 +38,9 @@ class Source(Memory):
         self._item_bytes = view.item_bytes
         self._reads: dict[Box, None] = {}
         if not view.total_bytes:
-            self.blame("it has no bytes")
+            self.note_problem("it has no bytes")
         elif not view.is_contiguous:
-            self.blame("it came in another order than it is sent in")
+            self.note_problem("it came in another order than it is sent in")
             self.read_whole()
 
     @property
@@ -91,7 +91,7 @@ class Scratch(Memory):
             self.names.add(name)
         region = target.region()
         if region is None or not are_same_bytes(target, source):
-            self.blame("something is converted on its way there")
+            self.note_problem("something is converted on its way there")
         else:
             self.written.append(region)
 
@@ -112,7 +112,7 @@ class Serving(Memory):
         self._is_settled = False
         """Whether it has got what its stand-in had."""
         if not self.view.is_contiguous or self.view.offset_bytes:
-            self.blame("its memory has gaps or another order, or is part of another's")
+            self.note_problem("its memory has gaps or another order, or is part of another's")
 
     def seen(self) -> SeenParameter:
         """What `plan_load` is told of it."""
@@ -122,7 +122,7 @@ class Serving(Memory):
     def stands_in(self, view: View) -> None:
         """The loader fills this memory first."""
         if not self._is_alike(view):
-            self.blame("it serves in another form than it is loaded in")
+            self.note_problem("it serves in another form than it is loaded in")
         self._has_stand_in = True
 
     def copied(self, event: Copied, source: Source) -> None:
@@ -130,8 +130,8 @@ class Serving(Memory):
         region, part = event.target.region(), source.part(event.source)
         if not are_same_bytes(event.target, event.source) or region is None or part is None:
             problem = f"{source.name} is converted for {self.name}"
-            source.blame(problem)
-            self.blame(problem)
+            source.note_problem(problem)
+            self.note_problem(problem)
             return
         copy = Copy(part, self.name, region)
         # A loader that first counts what it will load does the same copies again.
@@ -144,7 +144,7 @@ class Serving(Memory):
         """All elements of a view of it became a constant."""
         region = target.region()
         if region is None:
-            self.blame("it is filled in another order")
+            self.note_problem("it is filled in another order")
         else:
             self._constants[region] = None
 
@@ -154,23 +154,23 @@ class Serving(Memory):
         if not self._has_stand_in:
             # The same copy as before, but of what the loader has put aside in between.
             if scratch is not None or region not in self._written:
-                self.blame("it gets something that was computed")
+                self.note_problem("it gets something that was computed")
             return
         if scratch is None:
-            self.blame("it gets something that was computed")
+            self.note_problem("it gets something that was computed")
             return
         scratch.is_settled = self._is_settled = True
         if scratch.problem:
-            self.blame(scratch.problem)
+            self.note_problem(scratch.problem)
         elif (
             region is None
             or region.total_bytes != self.view.total_bytes
             or region != source.region()
             or not are_same_bytes(target, source)
         ):
-            self.blame("it is rearranged after it is loaded")
+            self.note_problem("it is rearranged after it is loaded")
         if Counter(scratch.written) != Counter(self._written):
-            self.blame("it is changed after it is loaded")
+            self.note_problem("it is changed after it is loaded")
 
     def explains(self, scratch: Scratch) -> bool:
         """Whether the scratch has nothing in it but what was counted here before."""
@@ -184,9 +184,9 @@ class Serving(Memory):
         """What it is after the load."""
         mine = (self.view.memory, self.view.offset_bytes)
         if view is None or (view.memory, view.offset_bytes) != mine or not self._is_alike(view):
-            self.blame("its memory was replaced")
+            self.note_problem("its memory was replaced")
         elif self._has_stand_in and self._written and not self._is_settled:
-            self.blame("it did not get what was loaded")
+            self.note_problem("it did not get what was loaded")
 
     def _is_alike(self, view: View) -> bool:
         mine = self.view

@@ -67,7 +67,7 @@ class LoadRecorder:
     ) -> None:
         self._about = about
         self._events: list[LoadEvent] = []
-        self._filled: set[int] = set()
+        self._targets: set[int] = set()
         """The memories of what serves, and of what stands in."""
         self._received: set[int] = set()
         """Those of the batch that the loader has."""
@@ -75,12 +75,12 @@ class LoadRecorder:
         self._references: dict[int, StorageWeakRef] = {}
         self._serving = {name: tensor.detach() for name, (_, tensor) in serving.items()}
         for name, (layer, tensor) in serving.items():
-            self._events.append(Serves(name, layer, self._fill(tensor)))
+            self._events.append(Serves(name, layer, self._target(tensor)))
 
     def stand_in(self, name: str, meta: torch.Tensor) -> None:
         """Tells that the loader writes to `meta` first what becomes the parameter `name`."""
         if meta.device.type == "meta":
-            self._events.append(StandsIn(name, self._fill(meta)))
+            self._events.append(StandsIn(name, self._target(meta)))
 
     def refuse(self, layer: str, problem: str) -> None:
         """Tells that something of a layer follows from its weights that may not be seen here."""
@@ -144,12 +144,13 @@ class LoadRecorder:
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
         to, of = self._view(target), self._view(source)
-        is_load = to.memory in self._filled and of.memory in self._received
+        is_load = to.memory in self._targets and of.memory in self._received
         return Copied(to, of, _checksum(source) if is_load and are_same_bytes(to, of) else "")
 
-    def _fill(self, tensor: torch.Tensor) -> View:
+    def _target(self, tensor: torch.Tensor) -> View:
+        """What is to be loaded into."""
         view = self._view(tensor)
-        self._filled.add(view.memory)
+        self._targets.add(view.memory)
         return view
 
     def _views(self, tensors: Sequence[torch.Tensor]) -> tuple[View, ...]:
