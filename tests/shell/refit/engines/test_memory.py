@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
+from rollsync.shell.refit.engines.base import Weights
 from rollsync.shell.refit.engines.conformance_workers import IteratorFailed
 from tests.shell.refit.engines.peers import PROCESSES, receive_all
 
@@ -36,21 +37,23 @@ async def one_sync(
     await asyncio.gather(sender.send_weights([("weight", weight)]), receive_all(receiver))
 
 
-def failing_at_the_end(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor that no buffer can hold, and an error."""
+def failing_at_the_end(
+    large: torch.Tensor, weight: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor that no buffer can hold, one for which the buffers have to be free of it again, so
+    that the receiver has loaded it by then, and an error."""
+    yield "large", large
     yield "weight", weight
     raise IteratorFailed("no more weights")
 
 
 async def failing_sync(
-    sender: CheckpointEngine, receiver: CheckpointEngine, weight: torch.Tensor
+    sender: CheckpointEngine, receiver: CheckpointEngine, weights: Weights
 ) -> list[object]:
-    """The errors of both ends."""
+    """The errors of both ends; the receiver's has what it loaded last."""
     return list(
         await asyncio.gather(
-            sender.send_weights(failing_at_the_end(weight)),
-            receive_all(receiver),
-            return_exceptions=True,
+            sender.send_weights(weights), receive_all(receiver), return_exceptions=True
         )
     )
 
@@ -75,7 +78,7 @@ def measure(pipe: Connection, backend: str) -> None:
         for _ in range(SYNCS):
             asyncio.run(one_sync(sender, receiver, weight))
             measured.append(reserved_bytes())
-        errors += asyncio.run(failing_sync(sender, receiver, large))
+        errors += asyncio.run(failing_sync(sender, receiver, failing_at_the_end(large, weight)))
         sender.finalize()
         receiver.finalize()
         measured.append(reserved_bytes())
