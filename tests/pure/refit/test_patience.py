@@ -15,12 +15,12 @@ from rollsync.pure.refit.patience import (
     DEFAULT_REFIT_TIMEOUT_S,
     LONGEST_TIMEOUT_S,
     WAITS_OF_A_STREAM,
-    Step,
     limit_of,
     parse_timeout,
     refit_timeout,
     wait_s,
 )
+from rollsync.pure.refit.steps import Step
 
 SECONDS = st.floats(min_value=1e-3, max_value=1e6)
 

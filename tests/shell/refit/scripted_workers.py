@@ -8,12 +8,9 @@ from typing import Any
 
 import ray
 
+from rollsync.pure.refit.steps import UPDATE, Step
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.worker_group import GenerationGroup, PolicyGroup
-
-SEND, UPDATE = "send_weights_via_checkpoint_engine", "update_weights_from_checkpoint_engine"
-INIT = "init_checkpoint_engine"
-FINALIZE = "finalize_checkpoint_engine"
 
 
 class ScriptedWorker:
@@ -30,8 +27,8 @@ class ScriptedWorker:
     def end_all_well(self) -> None:
         """Be as new."""
         self._answers: dict[str, object] = {
-            "checkpoint_engine_total_memory_bytes": 1 << 30,
-            "prepare_checkpoint_engine": self._metadata,
+            Step.MEASURE: 1 << 30,
+            Step.PREPARE: self._metadata,
             UPDATE: True,
         }
         self._takes_s: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """What a host's memory is to the workers that share it, as real actors tell the synchronizer."""
 
 from rollsync.pure.refit import MEBIBYTE
-from rollsync.pure.refit.patience import Step
+from rollsync.pure.refit.steps import Step
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
 from tests.shell.refit.scripted_workers import scripted_sync, scripted_workers
 

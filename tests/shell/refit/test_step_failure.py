@@ -9,18 +9,13 @@ import ray
 from ray.exceptions import RayActorError
 
 from rollsync.pure.refit.blame import HowEnded, StepEnd
+from rollsync.pure.refit.steps import UPDATE, Step
 from rollsync.shell.refit import step_waiting
 from rollsync.shell.refit.engines.errors import PeerFailed, PeerLost, TransferTimeout
 from rollsync.shell.refit.errors import EngineStepFailed, WorkerGone, WorkerUnresponsive
 from rollsync.shell.refit.step_failure import WorkerAnswers
 from tests.shell.actor_processes import kill_actor
-from tests.shell.refit.scripted_workers import (
-    FINALIZE,
-    SEND,
-    UPDATE,
-    scripted_sync,
-    scripted_workers,
-)
+from tests.shell.refit.scripted_workers import scripted_sync, scripted_workers
 
 QUICKLY_S = 0.4
 STUCK_S = 3.0
@@ -57,7 +52,7 @@ def test_a_stuck_policy_worker_is_named_and_blamed_and_not_waited_for(
     policy, engines = sides
     sync = scripted_sync(policy, engines, timeout_s=QUICKLY_S)
     sync.init_communicator()
-    end(policy[0], SEND, None, takes_s=STUCK_S)
+    end(policy[0], Step.TRANSFER, None, takes_s=STUCK_S)
     for place, engine in enumerate(engines):
         end(engine, UPDATE, timeout(f"rollout {place}", "policy 0"))
     with pytest.raises(WorkerUnresponsive, match="policy worker 0 does not answer") as raised:
@@ -68,7 +63,7 @@ def test_a_stuck_policy_worker_is_named_and_blamed_and_not_waited_for(
     assert failure is not None
     assert failure.to_blame == failure.silent == {0}
     assert failure.engines_to_blame == frozenset()
-    assert all(FINALIZE in ray.get(engine.asked.remote()) for engine in engines)
+    assert all(Step.FINALIZE in ray.get(engine.asked.remote()) for engine in engines)
     sync.shutdown()
 
 
@@ -78,7 +73,7 @@ def test_a_stuck_engine_is_blamed_and_the_policy_worker_that_waited_for_it_is_no
     policy, engines = sides
     sync = scripted_sync(policy, engines, timeout_s=QUICKLY_S)
     sync.init_communicator()
-    end(policy[0], SEND, timeout("policy 0", "rollout 1"))
+    end(policy[0], Step.TRANSFER, timeout("policy 0", "rollout 1"))
     end(engines[0], UPDATE, PeerFailed("it gave up", worker="rollout 0", stage="received"))
     end(engines[1], UPDATE, None, takes_s=STUCK_S)
     with pytest.raises(WorkerUnresponsive, match="engine 1 does not answer"):
@@ -114,12 +109,12 @@ def test_what_an_engine_answers_says_who_is_to_blame(answer: object, blamed: set
 
 
 def all_fail(policy: Side, engines: Side) -> None:
-    for actor, step in ((policy[0], SEND), (engines[0], UPDATE), (engines[1], UPDATE)):
+    for actor, step in ((policy[0], Step.TRANSFER), (engines[0], UPDATE), (engines[1], UPDATE)):
         end(actor, step, OSError("the link is down"))
 
 
 def one_fails_first(policy: Side, engines: Side) -> None:
-    end(policy[0], SEND, OSError("the link is down"))
+    end(policy[0], Step.TRANSFER, OSError("the link is down"))
     end(engines[0], UPDATE, True, takes_s=QUICKLY_S)
 
 
@@ -136,18 +131,18 @@ def test_a_sync_is_torn_down_for_its_own_failure_and_not_for_that_of_an_earlier_
     policy, engines = sides
     sync = scripted_sync(policy, engines, timeout_s=60.0)
     sync.init_communicator()
-    end(engines[0], FINALIZE, OSError("it cannot let go"))
-    end(engines[1], FINALIZE, None, takes_s=QUICKLY_S)
+    end(engines[0], Step.FINALIZE, OSError("it cannot let go"))
+    end(engines[1], Step.FINALIZE, None, takes_s=QUICKLY_S)
     with pytest.raises(OSError, match="it cannot let go"):
         sync.shutdown()
     for engine in engines:
-        end(engine, FINALIZE, None)
+        end(engine, Step.FINALIZE, None)
     sync.sync_weights()
     failing(policy, engines)
-    before = ray.get(engines[1].asked.remote()).count(FINALIZE)
+    before = ray.get(engines[1].asked.remote()).count(Step.FINALIZE)
     with pytest.raises(OSError, match="the link is down"):
         sync.sync_weights()
-    assert ray.get(engines[1].asked.remote()).count(FINALIZE) == before + torn_down
+    assert ray.get(engines[1].asked.remote()).count(Step.FINALIZE) == before + torn_down
     assert sync._checkpoint_engine_ready == (not torn_down)
 
 
@@ -167,12 +162,12 @@ def test_a_killed_engine_is_named_and_a_shutdown_finalizes_those_that_live() -> 
     sync.shutdown()
     assert sync.last_failure is failure
     for alive in (policy, engines[0]):
-        assert ray.get(alive.asked.remote())[-1] == FINALIZE
+        assert ray.get(alive.asked.remote())[-1] == Step.FINALIZE
     with pytest.raises(WorkerGone, match=r"^engine 1 \(rollout worker 1\) is gone"):
         sync.init_communicator()
     left = scripted_sync([policy], engines[:1], timeout_s=60.0)
     left.reconnect()
-    end(engines[0], FINALIZE, OSError("it cannot let go"))
+    end(engines[0], Step.FINALIZE, OSError("it cannot let go"))
     kill_actor(policy)
     with pytest.raises(OSError, match="it cannot let go"):
         left.shutdown()

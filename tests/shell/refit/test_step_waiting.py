@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import ray
 
-from rollsync.pure.refit.patience import WAITS_OF_A_STREAM, Step
+from rollsync.pure.refit.patience import WAITS_OF_A_STREAM
+from rollsync.pure.refit.steps import UPDATE, Step
 from rollsync.shell.refit.errors import WorkerUnresponsive
-from tests.shell.refit.scripted_workers import UPDATE, scripted_sync, scripted_workers
+from tests.shell.refit.scripted_workers import scripted_sync, scripted_workers
 
 SOON_S = 0.9
 LONG_S = 3_600.0

@@ -9,13 +9,13 @@ in a sync is short, whatever the weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Final
 
 from msgspec import Struct
 from returns.result import Failure, Result, Success
 
 from rollsync.pure.refit.errors import TimeoutRefused
+from rollsync.pure.refit.steps import Step
 
 DEFAULT_REFIT_TIMEOUT_S: Final = 300.0
 """How long one end of a stream waits for the other, if not configured."""
@@ -38,17 +38,6 @@ REFIT_TIMEOUT: Final = "refit_timeout_s"
 
 STEP_TIMEOUT: Final = "step_timeout_s (in a run, cluster.collective_timeout_s)"
 """What the other one is called."""
-
-
-class Step(StrEnum):
-    """What both sides are asked to do, by the name of the policy's half."""
-
-    MEASURE = "checkpoint_engine_total_memory_bytes"
-    MAKE = "init_checkpoint_engine"
-    PREPARE = "prepare_checkpoint_engine"
-    CONNECT = "init_checkpoint_engine_process_group"
-    TRANSFER = "send_weights_via_checkpoint_engine"
-    FINALIZE = "finalize_checkpoint_engine"
 
 
 class Limit(Struct, frozen=True):

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from rollsync.pure.refit import EngineChoice, TensorSpec
+from rollsync.pure.refit.steps import Step
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import local_world_size, worker_total_memory_bytes
 from rollsync.shell.refit.refit_sender import RefitSender
@@ -79,12 +80,12 @@ class PolicyRefitMixin:
         """
         sender = self._refit_sender = self._refit_sender or RefitSender(rank=self.refit_rank)
         steps: dict[str, Callable[..., object]] = {
-            "checkpoint_engine_total_memory_bytes": self._refit_total_memory_bytes,
-            "init_checkpoint_engine": sender.init,
-            "prepare_checkpoint_engine": sender.prepare,
-            "init_checkpoint_engine_process_group": partial(self._refit_connect, sender),
-            "send_weights_via_checkpoint_engine": partial(self._refit_send, sender),
-            "finalize_checkpoint_engine": sender.finalize,
+            Step.MEASURE: self._refit_total_memory_bytes,
+            Step.MAKE: sender.init,
+            Step.PREPARE: sender.prepare,
+            Step.CONNECT: partial(self._refit_connect, sender),
+            Step.TRANSFER: partial(self._refit_send, sender),
+            Step.FINALIZE: sender.finalize,
         }
         if checkpoint_method not in steps:
             raise RefitConfigurationError(

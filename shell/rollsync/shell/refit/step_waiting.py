@@ -17,7 +17,8 @@ from typing import Final
 import ray
 from ray import ObjectRef
 
-from rollsync.pure.refit.patience import REFIT_TIMEOUT, Limit, Step, limit_of
+from rollsync.pure.refit.patience import REFIT_TIMEOUT, Limit, limit_of
+from rollsync.pure.refit.steps import Step
 from rollsync.shell.refit.errors import WorkerUnresponsive
 from rollsync.shell.refit.remote_waits import answer_of, wait_for_all
 from rollsync.shell.refit.step_failure import WorkerAnswers, lives_and_failed

@@ -27,8 +27,9 @@ from rollsync.pure.refit.bucket_size import (
     smallest_share,
 )
 from rollsync.pure.refit.metadata import rank_prefixes, topology_of_answers
-from rollsync.pure.refit.patience import DEFAULT_STEP_TIMEOUT_S, Step, parse_timeout, refit_timeout
+from rollsync.pure.refit.patience import DEFAULT_STEP_TIMEOUT_S, parse_timeout, refit_timeout
 from rollsync.pure.refit.routes import NOTHING_TO_RELAY, choices_among, relayed
+from rollsync.pure.refit.steps import UPDATE, Step
 from rollsync.shell.refit.configuration import check_configuration, note_unread
 from rollsync.shell.refit.engines.factory import BUILT_IN
 from rollsync.shell.refit.errors import WeightTransferFailed, WorkerGone, accepted
@@ -300,7 +301,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
             logger.info(NOTHING_TO_RELAY)
 
     def _connect(self, prepared: Sequence[object], *, policies: int) -> list[object]:
-        """Have all connect by what they have prepared; their answers, policy first."""
+        """Connects all by what they have prepared; their answers, policy first."""
         workers = len(self._generation.worker_group.workers)
         topology = accepted(
             topology_of_answers(prepared[:policies], prepared[policies:], rollout_workers=workers)
@@ -328,7 +329,7 @@ class CheckpointEngineWeightSynchronizer(WeightSynchronizer):
     def _transfer(self, kv_scales: dict[str, float] | None) -> list[object]:
         """One send and one update on all workers; their answers, policy first."""
         policy_refs = self._run_policy(Step.TRANSFER, kv_scales=kv_scales)
-        generation_refs = self._run_generation("update_weights_from_checkpoint_engine")
+        generation_refs = self._run_generation(UPDATE)
         results = self._answers(Step.TRANSFER, policy_refs, generation_refs)
         updates = results[len(policy_refs) :]
         if places := refused(updates):

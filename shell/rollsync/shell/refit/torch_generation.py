@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollsync.pure.refit.lifecycle import EngineState
+from rollsync.pure.refit.steps import UPDATE, Step
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.generation import (
     Completion,
@@ -72,14 +73,14 @@ class TorchGenerationWorker:
             RefitConfigurationError: when there is no such step.
         """
         steps: dict[str, Callable[..., object]] = {
-            "checkpoint_engine_total_memory_bytes": self._total_memory_bytes,
-            "init_checkpoint_engine": self._receiver.init,
-            "prepare_checkpoint_engine": self._receiver.prepare,
-            "init_checkpoint_engine_process_group": self._receiver.init_process_group,
-            "finalize_checkpoint_engine": self._receiver.finalize,
+            Step.MEASURE: self._total_memory_bytes,
+            Step.MAKE: self._receiver.init,
+            Step.PREPARE: self._receiver.prepare,
+            Step.CONNECT: self._receiver.init_process_group,
+            Step.FINALIZE: self._receiver.finalize,
         }
         try:
-            if checkpoint_method == "update_weights_from_checkpoint_engine":
+            if checkpoint_method == UPDATE:
                 return await self._update()
             if checkpoint_method in steps:
                 return await asyncio.to_thread(steps[checkpoint_method], *method_args)
@@ -87,7 +88,7 @@ class TorchGenerationWorker:
             self._gate.state = self._receiver.state
         raise RefitConfigurationError(
             f"a generation worker has no step {checkpoint_method!r}",
-            remedy=f"call one of {', '.join(steps)}",
+            remedy=f"call one of {', '.join((*steps, UPDATE))}",
         )
 
     async def generate(

@@ -17,6 +17,7 @@ import msgspec
 from rollsync.pure.refit.blame import HowEnded, StepEnd
 from rollsync.pure.refit.engine_ranks import engine_state
 from rollsync.pure.refit.lifecycle import Closed, EngineState, Poisoned, Serving
+from rollsync.pure.refit.steps import UPDATE
 from rollsync.shell.refit.errors import EngineStepFailed, RefitConfigurationError
 from rollsync.shell.refit.generation import (
     Completion,
@@ -33,7 +34,6 @@ from rollsync.shell.refit.weights import declared_specs
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-UPDATE = "update_weights_from_checkpoint_engine"
 
 OWN_OPTIONS: Mapping[str, str] = {
     "model": "it is named beside the options",

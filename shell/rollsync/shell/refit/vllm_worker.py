@@ -22,6 +22,7 @@ import torch
 
 from rollsync.pure.refit import TensorSpec
 from rollsync.pure.refit.lifecycle import Poisoned
+from rollsync.pure.refit.steps import UPDATE, Step
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.host_memory import worker_total_memory_bytes
 from rollsync.shell.refit.load_recorder import LoadRecorder
@@ -88,7 +89,7 @@ class RefitWorkerExtension:
             A `WorkerTransfer` in plain form, or False when the update failed; the log and
             `refit_state` say why.
         """
-        answer = self._refit_step("update_weights_from_checkpoint_engine", ())
+        answer = self._refit_step(UPDATE, ())
         return answer.value if isinstance(answer, RankDone) else False
 
     def finalize_checkpoint_engine(self) -> None:
@@ -105,13 +106,13 @@ class RefitWorkerExtension:
 
     def _refit_step(self, step: str, arguments: Sequence[Any]) -> RankAnswer:
         steps: dict[str, Callable[..., object]] = {
-            "checkpoint_engine_total_memory_bytes": self.checkpoint_engine_total_memory_bytes,
+            Step.MEASURE: self.checkpoint_engine_total_memory_bytes,
             "declare_refit_weights": self.declare_refit_weights,
-            "init_checkpoint_engine": self.init_checkpoint_engine,
-            "prepare_checkpoint_engine": self.prepare_checkpoint_engine,
-            "init_checkpoint_engine_process_group": self.init_checkpoint_engine_process_group,
-            "update_weights_from_checkpoint_engine": self._refit_update,
-            "finalize_checkpoint_engine": self.finalize_checkpoint_engine,
+            Step.MAKE: self.init_checkpoint_engine,
+            Step.PREPARE: self.prepare_checkpoint_engine,
+            Step.CONNECT: self.init_checkpoint_engine_process_group,
+            UPDATE: self._refit_update,
+            Step.FINALIZE: self.finalize_checkpoint_engine,
         }
         try:
             if step not in steps:
