@@ -1,4 +1,4 @@
-"""Why a Ray actor is gone, in one line, from the many that Ray says.
+"""Whether a Ray actor is gone, and why, in one line from the many that Ray says.
 
 Rule kept here: what an actor's own code raised is told in its words, and a death from outside with
 the process and the node, where its log is.
@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import re
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 _STARTING = "error raised in its creation task"
 _WHERE = re.compile(r"^\s*(pid|ip): (\S+)$", re.MULTILINE)
 _WHY = re.compile(r"^The actor is dead because (?P<why>.+?)\.(?: |$)", re.MULTILINE)
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether an actor's process is gone for good, as far as Ray knows; an actor that it cannot
+    reach now may come back."""
+    return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
 
 
 def failed_to_start(error: RayActorError) -> bool:

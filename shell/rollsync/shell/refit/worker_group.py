@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import RayActorError
 
 from rollsync.pure.refit.patience import DEFAULT_STEP_TIMEOUT_S, STEP_TIMEOUT
 from rollsync.shell.refit.errors import (
@@ -246,8 +246,3 @@ def answers_in_time(
             setting=STEP_TIMEOUT,
         )
     return answers
-
-
-def is_death(error: BaseException) -> bool:
-    """Whether an actor's process is gone for good."""
-    return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)

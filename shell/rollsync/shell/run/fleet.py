@@ -39,8 +39,9 @@ from rollsync.pure.refit.fleet.state import (
 )
 from rollsync.pure.refit.fleet.transitions import apply_to_fleet
 from rollsync.pure.refit.lifecycle import Closed
+from rollsync.shell.actor_deaths import is_death
 from rollsync.shell.refit.generation import EngineProbe
-from rollsync.shell.refit.worker_group import Actor, call_remote, is_death
+from rollsync.shell.refit.worker_group import Actor, call_remote
 from rollsync.shell.rollout.clients import EnginesLost
 from rollsync.shell.rollout.waiting import ChangeSignal
 

@@ -19,9 +19,10 @@ from rollsync.pure.refit.fleet.events import (
     RequestFailed,
     RequestRefused,
 )
+from rollsync.shell.actor_deaths import is_death
 from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated, RefitError
 from rollsync.shell.refit.generation import Completion, SamplingSettings
-from rollsync.shell.refit.worker_group import call_remote, is_death
+from rollsync.shell.refit.worker_group import call_remote
 from rollsync.shell.rollout.clients import GenerationFailed
 from rollsync.shell.run.fleet import EngineFleet, reason_of
 

@@ -29,10 +29,11 @@ from rollsync.pure.refit.fleet.events import (
     SyncClosed,
     SyncStarted,
 )
+from rollsync.shell.actor_deaths import is_death
 from rollsync.shell.refit import CheckpointEngineWeightSynchronizer
 from rollsync.shell.refit.errors import RefitError, WorkerGone, WorkerUnresponsive
 from rollsync.shell.refit.report import SyncReport, WorkerTransfer
-from rollsync.shell.refit.worker_group import GenerationGroup, is_death
+from rollsync.shell.refit.worker_group import GenerationGroup
 from rollsync.shell.rollout.clients import SyncFigures, TrainerLost, trainer_lost
 from rollsync.shell.run.fleet import EngineFleet, engines_lost, reason_of
 

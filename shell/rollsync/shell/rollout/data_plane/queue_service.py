@@ -28,8 +28,9 @@ from rollsync.pure.placement import (
     missing_for_queue,
     queue_cpus,
 )
+from rollsync.shell.actor_deaths import is_death
 from rollsync.shell.cluster import cluster_nodes
-from rollsync.shell.refit.worker_group import Actor, call_remote, is_death
+from rollsync.shell.refit.worker_group import Actor, call_remote
 from rollsync.shell.rollout.errors import DataPlaneError, DataPlaneLost
 
 _NAMESPACE = "transfer_queue"
