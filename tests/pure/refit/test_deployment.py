@@ -118,7 +118,7 @@ def test_any_sizes_are_answered_by_figures_or_by_words(
         assert 0 <= route.seconds <= estimate.seconds
 
 
-def test_more_workers_than_a_plan_is_made_for() -> None:
+def test_more_workers_than_a_plan_is_made_for_are_refused() -> None:
     one = Parallelism(rollout_world_size=1)
     error = planned(EXPERTS, Deployment(train_world_size=10_001, engines=one))
     assert error == BeyondPlanning(what="policy workers", size=10_001, most=10_000)
@@ -127,7 +127,7 @@ def test_more_workers_than_a_plan_is_made_for() -> None:
     assert error == BeyondPlanning(what="rollout workers", size=10_001, most=10_000)
 
 
-def test_as_many_workers_as_a_plan_is_made_for_in_one_chain_of_relays() -> None:
+def test_as_many_workers_as_a_plan_is_made_for_are_planned_in_one_chain_of_relays() -> None:
     most = MOST["rollout workers"]
     deployment = Deployment(
         train_world_size=1, engines=Parallelism(rollout_world_size=most), workers_per_host=1
@@ -146,7 +146,7 @@ def test_ranks_that_keep_other_experts_and_as_many_are_sent_as_much() -> None:
     assert len({route.payload_bytes for route in estimate.routes}) == 1
 
 
-def test_more_bytes_or_parts_than_a_plan_is_made_for() -> None:
+def test_more_bytes_or_parts_than_a_plan_is_made_for_are_refused() -> None:
     engines = Parallelism(rollout_world_size=8192, tensor_parallel=8192)
     deployment = Deployment(train_world_size=1, engines=engines)
     shapes = [(8192, 1024)] * 80
@@ -221,7 +221,7 @@ def test_a_route_goes_through_memory_exactly_inside_a_host(
         assert route.engine == ("shm" if inside else "nixl")
 
 
-def test_a_dense_70b_over_engines_of_eight() -> None:
+def test_a_dense_70b_goes_to_engines_of_eight_once_from_each_policy_worker() -> None:
     engines = Parallelism(rollout_world_size=32, tensor_parallel=8)
     deployment = Deployment(train_world_size=4, engines=engines)
     result = planned(LLAMA_3_1_70B.config, deployment, bucket_bytes=819 * MEBIBYTE)

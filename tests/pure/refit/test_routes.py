@@ -114,7 +114,7 @@ def test_the_policy_crosses_to_other_hosts_once_per_shard(train: int, rollout: i
                     assert shards[route.sender.rank] == shards[route.receiver.rank]
 
 
-def test_a_chain_of_hosts() -> None:
+def test_hosts_relay_in_a_chain_and_each_to_its_own_workers() -> None:
     sites = Sites(policy_hosts=("p",), rollout_hosts=("p", "a", "a", "b", "b", "c"))
     table = plan_routes(1, 6, sites).unwrap()
     assert [route.sender for route in table.routes] == [

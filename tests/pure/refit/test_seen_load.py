@@ -204,7 +204,9 @@ def test_every_longer_load_is_replayed_as_it_was_or_left_to_the_loader(
 
 
 @given(st.lists(st.sampled_from(SETTLING), max_size=8))
-def test_every_longer_way_from_a_stand_in_is_too(steps: list[Step]) -> None:
+def test_every_longer_way_from_a_stand_in_is_replayed_as_it_was_or_left_to_the_loader(
+    steps: list[Step],
+) -> None:
     _, loaded, replayed = next_load((*COUNTED, *steps), stands_in=True)
     assert replayed == loaded
 

@@ -47,7 +47,9 @@ def routes_of(document: dict[str, dict[str, object]]) -> list[dict[str, object]]
     return routes
 
 
-def test_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_model_is_shared_out_evenly_over_nixl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = str(write_config(tmp_path, LLAMA_3_1_70B))
     document = planned(capsys, config, "--train-world", "4", "--rollout-world", "16", "--tp", "8")
     estimate = document["estimate"]
@@ -61,7 +63,9 @@ def test_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert document["options"]["tensor_parallel"] == 8
 
 
-def test_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_of_a_mixture_of_experts_is_sent_its_own_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = str(write_config(tmp_path, QWEN3_235B_A22B))
     document = planned(
         capsys, config, "--train-world", "32", "--rollout-world", "16", "--tp", "4", "--ep", "16"
@@ -74,7 +78,7 @@ def test_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {route["parts"] for route in routes_of(document)} == {36945 - 94 * 120 * 3 + 2 * 4}
 
 
-def test_experts_as_a_trainer_holds_them(
+def test_fused_experts_are_fewer_tensors_and_as_many_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(write_config(tmp_path, QWEN3_235B_A22B))
@@ -90,7 +94,9 @@ def test_experts_as_a_trainer_holds_them(
     assert payloads[0] == payloads[1]
 
 
-def test_relays_when_hosts_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_relays_are_planned_when_hosts_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = str(write_config(tmp_path, QWEN2_5_0_5B))
     arguments = (config, "--rollout-world", "4", "--workers-per-host", "2")
     routes = routes_of(planned(capsys, *arguments))
@@ -109,7 +115,7 @@ def test_relays_when_hosts_are_known(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_whole_tensors_instead_of_slices(
+def test_a_rank_is_sent_slices_unless_whole_tensors_are_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(write_config(tmp_path, QWEN2_5_0_5B))

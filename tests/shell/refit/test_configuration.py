@@ -18,7 +18,7 @@ WHOLE: dict[str, object] = {
 }
 
 
-def test_a_whole_one_is_taken() -> None:
+def test_a_whole_configuration_is_taken() -> None:
     check_configuration(WHOLE)
 
 
@@ -41,12 +41,12 @@ def test_what_a_file_may_not_have_is_refused(change: dict[str, object], words: s
 
 
 @pytest.mark.parametrize("key", ["backend", "engine_kwargs"])
-def test_a_key_that_lacks_is_named(key: str) -> None:
+def test_a_missing_key_is_named(key: str) -> None:
     with pytest.raises(RefitConfigurationError, match=f"lacks '{key}'"):
         check_configuration({name: value for name, value in WHOLE.items() if name != key})
 
 
-def test_a_synchronizer_refuses_it_before_it_calls_anybody() -> None:
+def test_a_synchronizer_refuses_a_bad_backend_before_it_calls_anybody() -> None:
     sync = scripted_sync([object()], [object()], timeout_s=1.0, backend="")
     with pytest.raises(RefitConfigurationError, match="backend is ''"):
         sync.init_communicator()
@@ -56,7 +56,9 @@ def test_a_synchronizer_refuses_it_before_it_calls_anybody() -> None:
 
 @pytest.mark.parametrize("timeout_s", [0, -1, 0.0, math.nan, math.inf, 10**400, "60", True, None])
 @pytest.mark.parametrize("backend", ["shm", "a_plug_in:Engine"])
-def test_a_synchronizer_waits_by_a_number_of_seconds(backend: str, timeout_s: object) -> None:
+def test_a_synchronizer_refuses_to_wait_by_what_is_no_number_of_seconds(
+    backend: str, timeout_s: object
+) -> None:
     sync = scripted_sync([object()], [object()], timeout_s=timeout_s, backend=backend)
     with pytest.raises(RefitConfigurationError, match=r"refit_timeout_s is .*positive num"):
         sync.init_communicator()

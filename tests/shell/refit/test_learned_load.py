@@ -160,7 +160,7 @@ def test_a_load_of_parts_leaves_what_a_whole_one_does(rank: int) -> None:
     [((), [(0, 4)]), ((2, 3), [(2, 2)]), ((0, 2), [(0, 1), (2, 1)])],
     ids=["slices", "neighbours", "in-turns"],
 )
-def test_parts_of_a_tensor_that_holds_all_experts(
+def test_a_rank_learns_its_parts_of_a_tensor_that_holds_all_experts(
     owned: tuple[int, ...], first: list[tuple[int, int]], turned: bool
 ) -> None:
     """Each part has the experts that the rank owns, or its rows, or columns, of each half."""

@@ -144,7 +144,7 @@ def test_every_wait_has_the_policy_first(make: Make) -> None:
     ]
 
 
-def test_arguments_of_each_step(make: Make) -> None:
+def test_each_step_is_asked_for_with_the_arguments_of_the_contract(make: Make) -> None:
     bench = make()
     bench.sync.sync_weights(kv_scales={"layer.k_scale": 0.5})
     arguments = {(call.side, call.method): call.arguments for call in bench.log.calls}
