@@ -40,7 +40,7 @@ class Refit:
         CountingUpdate.loaded = 0
         self.sender = RefitSender(rank=0)
         self.receiver = RefitReceiver(
-            local_rank=0, engine_world_size=1, update=self._update, model=lambda: self.engine
+            local_rank=0, engine_world_size=1, make_update=self._update, model=lambda: self.engine
         )
         for end in (self.sender, self.receiver):
             end.init("shm", 65536, {"direct": True, "refit_timeout_s": 20.0})
@@ -250,7 +250,7 @@ class SharedRefit:
             return self.updates[model.rank]
 
         return RefitReceiver(
-            local_rank=model.rank, engine_world_size=2, update=update, model=lambda: model
+            local_rank=model.rank, engine_world_size=2, make_update=update, model=lambda: model
         )
 
     def sync(self, *, unreadable: str = "") -> list[tuple[list[str], int]]:

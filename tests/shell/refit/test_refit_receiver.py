@@ -64,7 +64,7 @@ def test_an_engine_that_relies_on_experts_being_chosen_for_it_is_refused_by_name
     sender = RefitSender(rank=0)
     sender.init(SCRIPTED, 1024, {})
     receiver = RefitReceiver(
-        local_rank=0, engine_world_size=1, update=lambda recorder: RecordedUpdate()
+        local_rank=0, engine_world_size=1, make_update=lambda recorder: RecordedUpdate()
     )
     receiver.init(SCRIPTED, 1024, {})
     for prepare in (sender.prepare, receiver.prepare):
@@ -74,7 +74,7 @@ def test_an_engine_that_relies_on_experts_being_chosen_for_it_is_refused_by_name
 
 def connected(update: RecordedUpdate, *, local_rank: int = 0, ranks: int = 1) -> RefitReceiver:
     receiver = RefitReceiver(
-        local_rank=local_rank, engine_world_size=ranks, update=lambda _: update
+        local_rank=local_rank, engine_world_size=ranks, make_update=lambda _: update
     )
     receiver.init(SCRIPTED, 1024, {"option": 1})
     receiver.prepare()
@@ -172,7 +172,9 @@ def test_a_stream_that_is_not_the_declared_one_poisons(declared: TensorSpec, nam
 
 
 def test_nothing_is_received_before_the_rank_is_connected() -> None:
-    receiver = RefitReceiver(local_rank=0, engine_world_size=1, update=lambda _: RecordedUpdate())
+    receiver = RefitReceiver(
+        local_rank=0, engine_world_size=1, make_update=lambda _: RecordedUpdate()
+    )
     for step in (receiver.prepare, receiver.update):
         with pytest.raises(RefitConfigurationError, match="init_checkpoint_engine"):
             step()
@@ -192,7 +194,7 @@ def test_the_rank_among_all_rollout_workers(
     local_rank: int, ranks: int, prefix: int, world: int, global_rank: int
 ) -> None:
     receiver = RefitReceiver(
-        local_rank=local_rank, engine_world_size=ranks, update=lambda _: RecordedUpdate()
+        local_rank=local_rank, engine_world_size=ranks, make_update=lambda _: RecordedUpdate()
     )
     receiver.init(SCRIPTED, 1024, {})
     assert receiver.prepare() == {

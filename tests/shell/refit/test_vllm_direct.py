@@ -29,7 +29,7 @@ def weights_after(model: VllmModel, options: Mapping[str, object]) -> dict[str, 
     receiver = RefitReceiver(
         local_rank=0,
         engine_world_size=1,
-        update=lambda recorder: VllmModelUpdate(
+        make_update=lambda recorder: VllmModelUpdate(
             model.config, model.config.model_config, model.module, recorder
         ),
         model=lambda: model.module,

@@ -41,7 +41,7 @@ def scales_after(
     receiver = RefitReceiver(
         local_rank=0,
         engine_world_size=1,
-        update=lambda recorder: VllmModelUpdate(
+        make_update=lambda recorder: VllmModelUpdate(
             model.config, model.config.model_config, model.module, recorder
         ),
         model=lambda: model.module,

@@ -67,7 +67,7 @@ class Client:
             torch.nn.Linear(1, 1),
         )
         self.worker._receiver = RefitReceiver(
-            local_rank=0, engine_world_size=1, update=lambda _: Update(self.kept)
+            local_rank=0, engine_world_size=1, make_update=lambda _: Update(self.kept)
         )
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ class HowEnded(StrEnum):
     FAILED = "failed"
     """By itself."""
     GONE = "gone"
-    """Its process has ended."""
+    """Its process has ended, or Ray cannot reach it."""
     SILENT = "silent"
     """It had not ended when it was not waited for any longer."""
     TIMED_OUT = "timed_out"

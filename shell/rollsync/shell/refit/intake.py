@@ -22,6 +22,7 @@ from rollsync.shell.refit.part_assembly import PartAssembly
 from rollsync.shell.refit.weights import WeightChecker
 
 Batch = Sequence[tuple[str, torch.Tensor]]
+"""What an engine hands out, or a loader is given, at once; nobody changes it."""
 
 
 class Intake(Protocol):

@@ -15,7 +15,8 @@ from ray import ObjectRef
 
 
 class CheckpointEngineConfig(TypedDict):
-    """Which checkpoint engine moves the weights, and through how much memory.
+    """Which checkpoint engine moves the weights, and through how much memory, as code gives it;
+    the section of a run's file is `rollsync.pure.config.CheckpointEngineConfig`.
 
     `backend` is a built-in name (`shm`, `nixl`, `auto`) or `module:ClassName`;
     `update_weights_bucket_memory_ratio` lies strictly between 0 and 1; `engine_kwargs` maps a

@@ -83,7 +83,7 @@ class RefitReceiver:
     Args:
         local_rank: the rank in its engine's process group.
         engine_world_size: the size of that group.
-        update: makes the update of this rank's model, which tells a recorder what it loads.
+        make_update: makes an update of this rank's model, which tells a recorder what it loads.
         model: that model, whose loader may be watched: then a rank that shares its engine's model
             with others is sent only the parts that it keeps, and an engine that can reads tensors
             straight into it. None always takes whole tensors.
@@ -94,12 +94,12 @@ class RefitReceiver:
         *,
         local_rank: int,
         engine_world_size: int,
-        update: Callable[[LoadRecorder | None], ModelUpdate],
+        make_update: Callable[[LoadRecorder | None], ModelUpdate],
         model: Callable[[], torch.nn.Module] | None = None,
     ) -> None:
         self._local_rank = local_rank
         self._engine_world_size = engine_world_size
-        self._make_update = update
+        self._make_update = make_update
         self._slot = EngineSlot()
         self._declared: tuple[TensorSpec, ...] | None = None
         self._learned = LearnedLoad(model, is_shared=engine_world_size > 1)

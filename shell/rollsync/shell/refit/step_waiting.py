@@ -136,5 +136,6 @@ class RunningStep:
 
 
 def _refs_of(answers: Sequence[object]) -> list[ObjectRef[object]]:
-    """Those that have to be waited for."""
+    """Those that have to be waited for. What else a group gives, as one that is no Ray group may,
+    has ended."""
     return [ref for ref in answers if isinstance(ref, ObjectRef)]

@@ -48,7 +48,7 @@ class TorchGenerationWorker:
         self._receiver = RefitReceiver(
             local_rank=0,
             engine_world_size=1,
-            update=lambda recorder: TorchModelUpdate(self._model, recorder),
+            make_update=lambda recorder: TorchModelUpdate(self._model, recorder),
             model=lambda: self._model,
         )
 

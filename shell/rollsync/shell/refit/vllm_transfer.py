@@ -93,7 +93,7 @@ class RollsyncWeightTransferEngine(WeightTransferEngine[RollsyncInitInfo, Rollsy
         self._receiver = RefitReceiver(
             local_rank=torch.distributed.get_rank(),
             engine_world_size=torch.distributed.get_world_size(),
-            update=lambda recorder: VllmModelUpdate(
+            make_update=lambda recorder: VllmModelUpdate(
                 self.vllm_config, self.model_config, self.model, recorder
             ),
             model=lambda: self.model,

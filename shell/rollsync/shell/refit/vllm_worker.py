@@ -142,7 +142,7 @@ class RefitWorkerExtension:
             self._refit_receiver = RefitReceiver(
                 local_rank=torch.distributed.get_rank(),
                 engine_world_size=torch.distributed.get_world_size(),
-                update=self._refit_load,
+                make_update=self._refit_load,
                 model=self._refit_model,
             )
             self._refit_gate = RunnerGate(self.model_runner)
