@@ -25,7 +25,7 @@ class OfferMistake(Struct, frozen=True, kw_only=True):
     reason: Literal["unknown", "repeated", "other size", "no checksum"]
 
 
-class Expected(Struct, frozen=True, gc=False):
+class ExpectedOffer(Struct, frozen=True, gc=False):
     """What an offer of a tensor has to have.
 
     Attributes:
@@ -39,10 +39,10 @@ class Expected(Struct, frozen=True, gc=False):
     read_bytes: int
 
 
-def expected_of(destinations: Sequence[Destination]) -> dict[str, Expected]:
+def expected_of(destinations: Sequence[Destination]) -> dict[str, ExpectedOffer]:
     """What is expected of the tensors that are offered, by name."""
     return {
-        each.name: Expected(
+        each.name: ExpectedOffer(
             tensor_bytes=TensorSpec(each.name, each.shape, each.dtype).tensor_bytes,
             is_read=bool(each.regions),
             read_bytes=sum(region.total_bytes for region in each.regions),
@@ -77,7 +77,7 @@ def destinations_digest(destinations: Sequence[Destination]) -> str:
 
 
 def check_offered(
-    expected: Mapping[str, Expected],
+    expected: Mapping[str, ExpectedOffer],
     taken: Set[str],
     offered: OfferedTensor,
     *,

@@ -38,11 +38,11 @@ class Intake(Protocol):
     def past_loader(self) -> Mapping[str, int]:
         """The tensors that have come by another way than in batches, with the bytes that came."""
 
-    def check_complete(self, elsewhere: Set[str], /) -> None:
+    def check_complete(self, elsewhere: Set[str] = frozenset(), /) -> None:
         """Called at the end of the stream.
 
         Args:
-            elsewhere: names of what came by another way.
+            elsewhere: names of what came by a way that this intake does not know of.
 
         Raises:
             WeightMismatch: something did not come.
@@ -67,7 +67,7 @@ class WholeTensors:
         """Nothing."""
         return {}
 
-    def check_complete(self, elsewhere: Set[str]) -> None:
+    def check_complete(self, elsewhere: Set[str] = frozenset()) -> None:
         """What was declared has to have come."""
         for name in elsewhere:
             self._checker.note_arrival(name)
@@ -95,12 +95,12 @@ class KeptParts:
         """Nothing."""
         return {}
 
-    def check_complete(self, elsewhere: Set[str]) -> None:
+    def check_complete(self, elsewhere: Set[str] = frozenset()) -> None:
         """The tensors of which the rank keeps something have to have come."""
         self._whole.check_complete(elsewhere)
 
 
-class DirectReads:
+class PartlyDirect:
     """A stream of which the engine reads what it can into the model; the rest comes in batches.
 
     Args:
@@ -131,16 +131,17 @@ class DirectReads:
         """What was read."""
         return self._destinations.arrived
 
-    def check_complete(self, elsewhere: Set[str]) -> None:
+    def check_complete(self, elsewhere: Set[str] = frozenset()) -> None:
         """What the model is filled of has to have been read, or loaded."""
+        came = self._destinations.arrived.keys() | elsewhere
         for each in self._destinations.wanted:
-            if each.regions and each.name not in elsewhere and each.name not in self._loaded:
+            if each.regions and each.name not in came and each.name not in self._loaded:
                 raise WeightMismatch(
                     f"the stream ended without weights for {each.name!r}",
                     tensor=each.name,
                     remedy="send the same weights in each sync",
                 )
-        self._rest.check_complete(elsewhere)
+        self._rest.check_complete(came)
 
     def _check_known(self, name: str) -> None:
         if name not in self._known and name not in self._aliases:

@@ -29,7 +29,7 @@ from rollsync.pure.refit.learned import (
 from rollsync.pure.refit.load_plan import LoadPlan
 from rollsync.shell.refit.engines.direct import Destinations
 from rollsync.shell.refit.errors import WeightMismatch
-from rollsync.shell.refit.intake import DirectReads, Intake, KeptParts, WholeTensors
+from rollsync.shell.refit.intake import Intake, KeptParts, PartlyDirect, WholeTensors
 from rollsync.shell.refit.load_recorder import LoadRecorder, serving_tensors
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Reception:
         )
         if self.destinations is None:
             return intake
-        return DirectReads(
+        return PartlyDirect(
             intake,
             self.destinations,
             known=self.plan.tensors.keys(),

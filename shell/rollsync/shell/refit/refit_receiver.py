@@ -208,9 +208,8 @@ class RefitReceiver:
                 "the stream of weights was empty", remedy="yield weights from the policy's iterator"
             )
         version, intake = begun
-        past_loader = intake.past_loader()
-        intake.check_complete(past_loader.keys())
-        tally.take_past_loader(past_loader)
+        intake.check_complete()
+        tally.take_past_loader(intake.past_loader())
         closing_s = time.perf_counter()
         update.finish()
         if reception.recorder is not None:

@@ -19,7 +19,7 @@ from rollsync.shell.refit.engines.errors import StreamError
 from rollsync.shell.refit.engines.mapping import can_mirror, map_file, reserve_file
 from rollsync.shell.refit.engines.packing import StreamPacker
 from rollsync.shell.refit.engines.rings import Assembly, Buffers, RunningChecksum, StreamRing
-from rollsync.shell.refit.engines.unpacking import Expected, StreamUnpacker
+from rollsync.shell.refit.engines.unpacking import AnnouncedPart, StreamUnpacker
 from tests.shell.refit.engines.pairs import pair
 
 BUCKETS = 2
@@ -74,7 +74,7 @@ class Stream:
         self.unpacker = StreamUnpacker(self.ring, assembly or Assembly())
         self._is_cut = is_cut
         self._waits = waits
-        self._coming: deque[Expected] = deque()
+        self._coming: deque[AnnouncedPart] = deque()
         self._released = 0
         self._announced = (0, 0)
         self._pieces: list[Piece] = []

@@ -46,12 +46,12 @@ from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
 from rollsync.shell.refit.engines.opening import Expectation, answer_plan
 from rollsync.shell.refit.engines.relaying import Relay
 from rollsync.shell.refit.engines.rings import Assembly, StreamRing
-from rollsync.shell.refit.engines.unpacking import Expected, StreamUnpacker, Stretch
+from rollsync.shell.refit.engines.unpacking import AnnouncedPart, StreamUnpacker, Stretch
 
 READS_AHEAD: Final = 2
 """How many parts are being read at a time, where that goes on beside this worker."""
 
-_News = Expected | TensorsOffered | TensorHashed | StreamEnded
+_News = AnnouncedPart | TensorsOffered | TensorHashed | StreamEnded
 
 
 async def receive_stream(
@@ -158,7 +158,7 @@ class _Arrivals:
                 continue
             self._check_contents(news)
             if relay is not None:
-                await relay.pass_on(news.part, news.end)
+                await relay.pass_on(news.announcement, news.end)
             whole = self._unpacker.take(news)
             # The next part travels while this one is loaded.
             self._look_ahead()
@@ -184,8 +184,10 @@ class _Arrivals:
         self._look_ahead()
         news = self._coming.popleft()
         self._started -= 1
-        if isinstance(news, Expected):
-            self._enter("read a bucket", name_tensors(piece.name for piece in news.part.pieces))
+        if isinstance(news, AnnouncedPart):
+            self._enter(
+                "read a bucket", name_tensors(piece.name for piece in news.announcement.pieces)
+            )
             for stretch in news.stretches:
                 await self._memory.fetch(channel, self._ring.place(stretch.begin))
         return news
@@ -202,7 +204,7 @@ class _Arrivals:
         """Let so many of the parts that are announced be on their way."""
         while self._started < min(len(self._coming), most):
             news = self._coming[self._started]
-            if isinstance(news, Expected):
+            if isinstance(news, AnnouncedPart):
                 self._reads_beside = False
                 for stretch in news.stretches:
                     self._start(stretch)
@@ -269,14 +271,14 @@ class _Arrivals:
         if ended != received:
             raise self._damaged(f"sent {ended}, received {received}")
 
-    def _check_contents(self, expected: Expected) -> None:
+    def _check_contents(self, part: AnnouncedPart) -> None:
         """Check the part, and copy what the ring cannot hold of a tensor while it is at hand."""
-        announced = expected.part
+        announced = part.announcement
         if announced.checksum is None:
-            self._unpacker.gather(expected, None)
+            self._unpacker.gather(part, None)
             return
         checksum = xxhash.xxh3_64()
-        self._unpacker.gather(expected, checksum)
+        self._unpacker.gather(part, checksum)
         found = checksum.hexdigest()
         if found != announced.checksum:
             raise self._damaged(

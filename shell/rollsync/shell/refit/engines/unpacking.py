@@ -125,19 +125,19 @@ class Stretch:
         """Whether they are, or are read to, where their tensor will be whole."""
 
 
-class Expected:
-    """What an announced part brings.
+class AnnouncedPart:
+    """What a part of a bucket brings.
 
     Args:
-        part: the announcement.
+        announcement: what the sender said of it.
         begin: the position at which it begins.
         end: the position at which it ends.
     """
 
-    __slots__ = ("begin", "end", "needed_from", "part", "stretches", "whole")
+    __slots__ = ("announcement", "begin", "end", "needed_from", "stretches", "whole")
 
-    def __init__(self, part: BucketFilled, begin: int, end: int) -> None:
-        self.part = part
+    def __init__(self, announcement: BucketFilled, begin: int, end: int) -> None:
+        self.announcement = announcement
         self.begin = begin
         self.end = end
         self.needed_from = end
@@ -169,7 +169,7 @@ class StreamUnpacker:
         self.tensors = 0
         self.payload_bytes = 0
 
-    def expect(self, part: BucketFilled) -> Expected:
+    def expect(self, announcement: BucketFilled) -> AnnouncedPart:
         """What the next part brings.
 
         Raises:
@@ -177,39 +177,39 @@ class StreamUnpacker:
                 of no tensor that is whole with this part.
         """
         further: dict[str, list[str]] = {}
-        for alias in part.aliases:
+        for alias in announcement.aliases:
             further.setdefault(alias.tensor, []).append(alias.name)
         ring = self._ring.ring
-        begin = ring.position(part.bucket, part.begin_bytes)
-        end = ring.position(part.bucket, part.filled_bytes)
+        begin = ring.position(announcement.bucket, announcement.begin_bytes)
+        end = ring.position(announcement.bucket, announcement.filled_bytes)
         if begin != self._end and self._unfinished is not None:
             raise StreamError(f"tensor {self._unfinished.spec.name!r} has a hole")
         self._end = end
-        expected = Expected(part, begin, end)
+        part = AnnouncedPart(announcement, begin, end)
         large = [] if self._unfinished is None or self._unfinished.stays else [self._unfinished]
-        self._finish(expected, further)
-        for piece in part.pieces:
+        self._finish(part, further)
+        for piece in announcement.pieces:
             if piece.chunk_offset == 0:
                 self._begin(piece)
             unfinished = self._unfinished
             if (
                 unfinished is None
-                or piece.offset > part.filled_bytes
-                or not unfinished.take_next(part.bucket, piece)
+                or piece.offset > announcement.filled_bytes
+                or not unfinished.take_next(announcement.bucket, piece)
             ):
                 raise StreamError(
                     f"tensor {piece.name!r}: a chunk at byte {piece.chunk_offset} of bucket"
-                    f" {part.bucket} is out of place"
+                    f" {announcement.bucket} is out of place"
                 )
             if not unfinished.stays and piece.chunk_offset == 0:
                 large.append(unfinished)
-            self._finish(expected, further)
+            self._finish(part, further)
         for tensor, names in further.items():
             raise StreamError(f"{names[0]!r} is named for {tensor!r}, which is not whole with it")
         if self._unfinished is not None and self._unfinished.stays:
-            expected.needed_from = self._unfinished.start
-        _divide(expected, large)
-        return expected
+            part.needed_from = self._unfinished.start
+        _divide(part, large)
+        return part
 
     def place_for(self, stretch: Stretch) -> torch.Tensor | None:
         """Where `stretch` is to be read to, before it is; None: to its place in the ring."""
@@ -220,9 +220,9 @@ class StreamUnpacker:
         first = stretch.begin - tensor.start
         return self._assembly.memory[first : first + stretch.end - stretch.begin]
 
-    def gather(self, expected: Expected, checksum: xxhash.xxh3_64 | None) -> None:
+    def gather(self, part: AnnouncedPart, checksum: xxhash.xxh3_64 | None) -> None:
         """Hash what has come, and copy what of it the ring cannot hold while it is at hand."""
-        for stretch in expected.stretches:
+        for stretch in part.stretches:
             tensor = stretch.tensor
             if tensor is None or stretch.is_in_place or not self._has_room(tensor):
                 if checksum is not None:
@@ -236,24 +236,24 @@ class StreamUnpacker:
                 self._assembly.put(position - tensor.start, self._ring, position, size)
             stretch.is_in_place = True
 
-    def take(self, expected: Expected) -> Batch:
+    def take(self, part: AnnouncedPart) -> Batch:
         """The tensors that are whole with a part which was gathered, each also under its further
         names: views of the ring, except for one that the ring cannot hold."""
         whole: Batch = []
         last: Incoming | None = None
-        for name, tensor in expected.whole:
+        for name, tensor in part.whole:
             # Further names follow the first one.
             made = whole[-1][1] if tensor is last else self._made(tensor)
             whole.append((name, made))
             last = tensor
         return whole
 
-    def settle(self, expected: Expected) -> None:
+    def settle(self, part: AnnouncedPart) -> None:
         """The tensors of `take` are loaded: the memory in which one was put together is free for
         the next, which may have begun in the same part."""
-        if self._assembled is not None and self._assembled.end <= expected.end:
+        if self._assembled is not None and self._assembled.end <= part.end:
             self._assembled = None
-        self.gather(expected, None)
+        self.gather(part, None)
 
     def check_complete(self) -> None:
         """Raise `StreamError` if the last tensor is not whole."""
@@ -275,20 +275,20 @@ class StreamUnpacker:
         stays = is_one or self._ring.ring.holds(start, size)
         self._unfinished = Incoming(spec, chunk, self._bucket_bytes, start, size, stays=stays)
 
-    def _finish(self, expected: Expected, further: dict[str, list[str]]) -> None:
+    def _finish(self, part: AnnouncedPart, further: dict[str, list[str]]) -> None:
         """Note that the tensor that is under way is whole if all of it lies in the part."""
         unfinished = self._unfinished
-        if unfinished is None or not unfinished.is_whole(expected.end):
+        if unfinished is None or not unfinished.is_whole(part.end):
             return
         self._unfinished = None
         self.tensors += 1
         self.payload_bytes += unfinished.size
         name = unfinished.spec.name
-        expected.whole.append((name, unfinished))
+        part.whole.append((name, unfinished))
         if further:
             for alias in further.pop(name, ()):
                 take_name(alias, self._names)
-                expected.whole.append((alias, unfinished))
+                part.whole.append((alias, unfinished))
 
     def _has_room(self, tensor: Incoming) -> bool:
         """Whether the memory for putting together is this tensor's, now if not before."""
@@ -332,19 +332,19 @@ def _check_size(spec: TensorSpec) -> None:
             )
 
 
-def _divide(expected: Expected, tensors: Sequence[Incoming]) -> None:
+def _divide(part: AnnouncedPart, tensors: Sequence[Incoming]) -> None:
     """Find out which bytes of a part are of tensors that the ring cannot hold.
 
     Args:
         tensors: those that it has bytes of, in order.
     """
-    at = expected.begin
+    at = part.begin
     for tensor in tensors:
-        if tensor.start < expected.end:
+        if tensor.start < part.end:
             begin = max(tensor.start, at)
             if at < begin:
-                expected.stretches.append(Stretch(at, begin, None))
-            at = min(tensor.end, expected.end)
-            expected.stretches.append(Stretch(begin, at, tensor))
-    if at < expected.end:
-        expected.stretches.append(Stretch(at, expected.end, None))
+                part.stretches.append(Stretch(at, begin, None))
+            at = min(tensor.end, part.end)
+            part.stretches.append(Stretch(begin, at, tensor))
+    if at < part.end:
+        part.stretches.append(Stretch(at, part.end, None))
