@@ -66,7 +66,7 @@ _OPTIONS_OF_MOST: Final[Mapping[e.Planned, str]] = {
     "parts": "--tp and --ep",
 }
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,11 +125,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     worlds.add_argument(
         "--shared-hosts", action="store_true", help="both sides count on the same hosts"
     )
-    _add_limits(parser)
+    _add_resources(parser)
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
+def _add_resources(parser: argparse.ArgumentParser) -> None:
     """What the workers have: memory and links."""
     memory = parser.add_argument_group("memory")
     memory.add_argument(
@@ -364,7 +364,7 @@ def _size(size_bytes: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
 
 
-def _checked(result: Result[T, RefitErrorValue]) -> T:
+def _checked(result: Result[_T, RefitErrorValue]) -> _T:
     if not is_successful(result):
         error = result.failure()
         options = _OPTIONS.get(type(error))

@@ -32,7 +32,7 @@ _MOST_STRANGERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ReceivingEnd:
     """Who this receiver is and whom it expects, to check the sender's greeting against."""
 
     sender: Worker
@@ -92,7 +92,7 @@ class Greeting:
         listener: where the sender connects.
         lifeline: the sender's, which ends when it dies before it has connected.
         medium: takes over the sender's buffers if they are new.
-        place: who this receiver is.
+        me: who this receiver is.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class Greeting:
         listener: Listener,
         lifeline: HeldLifeline,
         medium: ReceiverMedium,
-        place: Place,
+        me: ReceivingEnd,
     ) -> None:
         self._listener = listener
         self._lifeline = lifeline
         self._medium = medium
-        self._place = place
+        self._me = me
         self._greeted: list[asyncio.Task[AdmittedSender | None]] = []
 
     async def sender(self) -> AdmittedSender:
@@ -117,18 +117,18 @@ class Greeting:
             RefitConfigurationError: the sender means another receiver, or counts others.
         """
         try:
-            async with asyncio.timeout(self._place.timeout_s):
+            async with asyncio.timeout(self._me.timeout_s):
                 return await self._first_admitted()
         except TimeoutError as error:
             if isinstance(error, TransferError):
                 raise
             late = TransferTimeout(
-                f"{self._place.sender} did not come for {self._place.timeout_s:g} s",
-                worker=self._place.name,
+                f"{self._me.sender} did not come for {self._me.timeout_s:g} s",
+                worker=self._me.name,
                 stage="waited for the sender",
                 remedy="see the log of that worker; raise refit_timeout_s if it is only slow",
             )
-            late.waited_for = str(self._place.sender)
+            late.waited_for = str(self._me.sender)
             raise late from error
         finally:
             for task in self._greeted:
@@ -152,8 +152,8 @@ class Greeting:
                 if dying.done():
                     dying.result()
                     raise PeerLost(
-                        f"{self._place.sender}, which sends to it, is gone",
-                        worker=self._place.name,
+                        f"{self._me.sender}, which sends to it, is gone",
+                        worker=self._me.name,
                         stage="waited for the sender",
                         remedy="see that worker's log for why it ended",
                     )
@@ -181,7 +181,7 @@ class Greeting:
         return admitted
 
     async def _proved(self, connection: socket.socket) -> AdmittedSender | None:
-        limit_s = min(self._place.timeout_s, GREETING_TIMEOUT_S)
+        limit_s = min(self._me.timeout_s, GREETING_TIMEOUT_S)
         channel = self._channel(connection, "a stranger", limit_s)
         nonce = secrets.token_bytes(NONCE_BYTES)
         secret = self._listener.secret
@@ -195,16 +195,18 @@ class Greeting:
         ):
             return None
         try:
-            self._place.check(hello)
+            self._me.check(hello)
         except RefitConfigurationError as error:
-            me = self._place.name
-            await channel.send(Failed(worker=me, stage="connected", tensor="", message=str(error)))
+            here = self._me.name
+            await channel.send(
+                Failed(worker=here, stage="connected", tensor="", message=str(error))
+            )
             raise
         needs_memory = not self._medium.knows(hello.memory_id)
         await channel.send(
             Welcome(proof=proof(secret, "receiver", nonce, hello.nonce), needs_memory=needs_memory)
         )
-        greeted = self._channel(connection, str(sending_worker(hello)), self._place.timeout_s)
+        greeted = self._channel(connection, str(sending_worker(hello)), self._me.timeout_s)
         greeted.authenticate(secret, nonce, hello.nonce)
         greeted.continue_from(channel)
         return AdmittedSender(greeted, await self._medium.take_over(greeted, hello))
@@ -213,8 +215,8 @@ class Greeting:
         return ControlChannel(
             connection,
             side="receiver",
-            worker=self._place.name,
+            worker=self._me.name,
             peer=peer,
             timeout_s=timeout_s,
-            on_host=self._place.on_host,
+            on_host=self._me.on_host,
         )

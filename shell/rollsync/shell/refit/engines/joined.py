@@ -14,7 +14,7 @@ from rollsync.pure.refit import RolloutWorker, RoutingTable
 from rollsync.pure.refit.patience import wait_s
 from rollsync.pure.refit.routes import Worker
 from rollsync.shell.refit.engines.connections import Introduction, Receiver
-from rollsync.shell.refit.engines.greeting import Place
+from rollsync.shell.refit.engines.greeting import ReceivingEnd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,13 @@ class Joined:
     Attributes:
         me: who it is, and how many workers there are.
         receivers: whom it sends to; none for one that feeds nobody.
-        place: who it is to its own sender; None for a policy worker.
+        receiving_end: who it is to its own sender; None for a policy worker.
         everybody_reads_directly: whether all workers are set to.
     """
 
     me: Introduction
     receivers: tuple[Receiver, ...]
-    place: Place | None
+    receiving_end: ReceivingEnd | None
     everybody_reads_directly: bool
 
 
@@ -55,9 +55,9 @@ def join(
     """
     train_world_size = table.train_world_size
     rollout_world_size = len(workers) - train_world_size
-    place = None
+    receiving_end = None
     if isinstance(me, RolloutWorker):
-        place = Place(
+        receiving_end = ReceivingEnd(
             sender=table.sender_to(me.rank),
             rollout_rank=me.rank,
             train_world_size=train_world_size,
@@ -81,6 +81,6 @@ def join(
             worker=me, train_world_size=train_world_size, rollout_world_size=rollout_world_size
         ),
         receivers=tuple(receiver(rank) for rank in table.receivers_of(me)),
-        place=place,
+        receiving_end=receiving_end,
         everybody_reads_directly=all(worker["direct"] is True for worker in workers),
     )

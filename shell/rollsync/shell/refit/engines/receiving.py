@@ -40,7 +40,7 @@ from rollsync.shell.refit.engines.errors import (
     name_tensors,
     told_of,
 )
-from rollsync.shell.refit.engines.greeting import Greeting, Place
+from rollsync.shell.refit.engines.greeting import Greeting, ReceivingEnd
 from rollsync.shell.refit.engines.lifelines import HeldLifeline
 from rollsync.shell.refit.engines.media import ReceiverMedium, ReceiverMemory
 from rollsync.shell.refit.engines.opening import Expectation, answer_plan
@@ -59,7 +59,7 @@ async def receive_stream(
     lifeline: HeldLifeline,
     medium: ReceiverMedium,
     *,
-    place: Place,
+    me: ReceivingEnd,
     expectation: Expectation,
     on_begin: Callable[[StreamBegins], None],
     on_end: Callable[[StreamEnded], None],
@@ -73,7 +73,7 @@ async def receive_stream(
         listener: where the sender connects.
         lifeline: the sender's, which ends when it dies before it has connected.
         medium: how the sender's buffers are read.
-        place: who this worker is.
+        me: who this worker is.
         expectation: what it knows of the stream.
         on_begin: told how the stream comes, before its first batch.
         on_end: told what the whole of it was, when all has come and is loaded.
@@ -82,10 +82,10 @@ async def receive_stream(
         relay: hands the stream on; None: this worker feeds nobody.
     """
     ends = _Ends(relay)
-    async with _telling(ends, place, stop):
+    async with _telling(ends, me, stop):
         if relay is not None:
             relay.connect()
-        sender = await Greeting(listener, lifeline, medium, place).sender()
+        sender = await Greeting(listener, lifeline, medium, me).sender()
         channel = ends.sender = sender.channel
         begins = await answer_plan(channel, expectation, relay)
         on_begin(begins)
@@ -326,19 +326,19 @@ class _Ends:
 
 
 @asynccontextmanager
-async def _telling(ends: _Ends, place: Place, stop: ConsumerStop) -> AsyncIterator[None]:
+async def _telling(ends: _Ends, me: ReceivingEnd, stop: ConsumerStop) -> AsyncIterator[None]:
     """Tell the other ends of whatever ends the stream early, and close the connections."""
     try:
         yield
     except BaseException as error:
         raised = error
-        if isinstance(error, TransferError) and isinstance(place.sender, RolloutWorker):
-            raised = let_down_by(str(place.sender), error)
+        if isinstance(error, TransferError) and isinstance(me.sender, RolloutWorker):
+            raised = let_down_by(str(me.sender), error)
         if ends.relay is not None:
             await ends.relay.stop()
         stage, tensor = ends.where(error)
         here = Failed(
-            worker=place.name,
+            worker=me.name,
             stage=stage,
             tensor=stop.tensor(error) or tensor,
             message=stop.describe(error),

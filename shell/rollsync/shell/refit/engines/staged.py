@@ -228,8 +228,8 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
             self._medium = self._reader()
         if self._senders_lifeline is not None:
             self._senders_lifeline.close()
-        if joined.place is not None:
-            sender = workers[index_of(joined.place.sender, train_world_size)]
+        if joined.receiving_end is not None:
+            sender = workers[index_of(joined.receiving_end.sender, train_world_size)]
             self._senders_lifeline = HeldLifeline(str(sender["lifeline"]))
 
     def _join(
@@ -291,10 +291,10 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
             StreamError: the stream breaks the packing rules.
         """
         joined, lifeline, medium = self._joined, self._senders_lifeline, self._medium
-        place = None if joined is None else joined.place
-        if joined is None or place is None or lifeline is None or medium is None:
+        receiving_end = None if joined is None else joined.receiving_end
+        if joined is None or receiving_end is None or lifeline is None or medium is None:
             raise _not_ready("prepare and init_rollout_process_group")
-        listener = self._entrance(on_host=place.on_host)
+        listener = self._entrance(on_host=receiving_end.on_host)
         if listener is None:
             raise _not_ready("prepare and init_rollout_process_group")
         return ReceivedBatches(
@@ -302,7 +302,7 @@ class StagedEngine(DeclaringEngine, DirectEngine, CountingEngine):
                 listener,
                 lifeline,
                 medium,
-                place=place,
+                me=receiving_end,
                 expectation=self._expectation,
                 on_begin=self._note_begin,
                 on_end=self._note_end,
