@@ -1,4 +1,4 @@
-"""Watches a model's own loader once, and writes down what it does with each tensor.
+"""Watches a model's own loader in one load, and writes down what it does with each tensor.
 
 The loader runs as always, inside a torch dispatch mode that sees every operation. Each becomes an
 event (`rollsync.pure.refit.load_events`), and `rollsync.pure.refit.seen_load` says what they mean.
@@ -56,7 +56,7 @@ class LoadRecorder:
         serving: the model's parameters and buffers by their names, with the names of the layers
             that are loaded at once. A tensor that has several names is taken under its first.
         about: the received tensors of which something is to be learned: batches without any of
-            these are not watched, which costs nothing. None: all are.
+            these are not watched, nor is the finish, which costs nothing. None: all are.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LoadRecorder:
 
     @contextlib.contextmanager
     def loading(self, batch: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Watches what happens while the loader has this batch, and while it finishes with ()."""
+        """Watches what happens while the loader has this batch; () stands for its finish."""
         if self._about is not None and not any(name in self._about for name, _ in batch):
             yield
             return
