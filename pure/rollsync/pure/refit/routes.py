@@ -105,8 +105,12 @@ class RoutingTable(Struct, frozen=True, kw_only=True):
     """All routes, the one to rollout rank r at index r."""
 
     train_world_size: int
-    rollout_world_size: int
     routes: tuple[Route, ...]
+
+    @property
+    def rollout_world_size(self) -> int:
+        """Number of rollout workers, each of which has one route to it."""
+        return len(self.routes)
 
     def sender_to(self, rollout_rank: int) -> Worker:
         """Who sends to a rollout worker."""
@@ -211,7 +215,6 @@ def plan_routes(
     return Success(
         RoutingTable(
             train_world_size=train_world_size,
-            rollout_world_size=rollout_world_size,
             routes=tuple(Route(sender, RolloutWorker(rank)) for rank, sender in enumerate(senders)),
         )
     )

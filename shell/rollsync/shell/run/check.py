@@ -176,11 +176,7 @@ def _routes(
         chosen = tuple(choice.route for choice in sync.choices)
     if settings.backend in BUILT_IN and not relayed(chosen):
         note(NOTHING_TO_RELAY)
-    return RoutingTable(
-        train_world_size=table.train_world_size,
-        rollout_world_size=table.rollout_world_size,
-        routes=chosen or table.routes,
-    )
+    return RoutingTable(train_world_size=table.train_world_size, routes=chosen or table.routes)
 
 
 def _check_settings(config: MasterConfig) -> None:

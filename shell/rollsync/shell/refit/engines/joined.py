@@ -54,7 +54,7 @@ def join(
         timeout_s: how long one wait for a worker may take that waits for nobody else.
     """
     train_world_size = table.train_world_size
-    rollout_world_size = len(workers) - train_world_size
+    rollout_world_size = table.rollout_world_size
     receiving_end = None
     if isinstance(me, RolloutWorker):
         receiving_end = ReceivingEnd(
