@@ -44,7 +44,12 @@ STAGES: Mapping[str, Any] = {
 """On a processor, vLLM 0.32 makes a later stage's buffer for what comes from the stage before in a
 warm-up that it leaves out of an eager engine, which then fails at its first request. So this one is
 not eager by name; its environment has torch compile nothing."""
-NOT_EAGER = {"TORCH_COMPILE_DISABLE": "0", "TORCHDYNAMO_DISABLE": "1"}
+NOT_EAGER = {
+    "TORCH_COMPILE_DISABLE": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    # vLLM hears of an error of its last stage only, and waits this long when another refuses.
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20",
+}
 
 
 @pytest.fixture(scope="module")
