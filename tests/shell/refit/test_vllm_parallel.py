@@ -1,7 +1,10 @@
 """Synchronous engines of two ranks, which share a model with tied embeddings: by slices of its
 weights, or by its layers."""
 
+import os
+import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,7 @@ NOT_EAGER = {
     "TORCH_COMPILE_DISABLE": "0",
     "TORCHDYNAMO_DISABLE": "1",
     # vLLM hears of an error of its last stage only, and waits this long when another refuses.
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "30",
 }
 
 
@@ -176,8 +179,13 @@ def test_two_stages_of_an_engine_take_their_layers_each_from_its_policy_worker(
 ) -> None:
     refit = Refit(tmp_path, policy_workers=RANKS)
     refit.engine = vllm_actor(
-        RankedEngine, refit.start, env=NOT_EAGER, distributed_executor_backend="mp", **STAGES
+        RankedEngine,
+        refit.start,
+        env={**NOT_EAGER, **TELLS_PIDS},
+        distributed_executor_backend="mp",
+        **STAGES,
     )
+    ranks = ray.get(refit.engine.pids.remote())
     sync = refit.connect()
     refit.check_refusal()
     received = [refit.serve_next(sync).received_bytes for _ in range(3)]
@@ -198,3 +206,7 @@ def test_two_stages_of_an_engine_take_their_layers_each_from_its_policy_worker(
     refit.break_one(sync)
     assert ray.get(refit.engine.refusal_of_vllm.remote()) == "EngineDeadError"
     ray.kill(refit.engine)
+    # vLLM leaves the second stage behind, which asks for the first one's word without a rest.
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
