@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import signal
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -115,31 +118,145 @@ def test_an_existing_directory_is_refused(tmp_path: Path) -> None:
         prepare(tmp_path, "torch")
 
 
-def test_a_ctrl_c_while_a_run_is_started_leaves_no_run_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+ENDS = [
+    (signal.SIGINT, KeyboardInterrupt),
+    (signal.SIGTERM, SystemExit),
+    (signal.SIGHUP, SystemExit),
+]
+
+
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """What a shell starts in the background ignores a SIGINT, and children inherit that."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture
+def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of a run: a process with a child in its group and one in a session of its own; the
+    file that tells their process ids."""
+    told = tmp_path / "family"
+    run = tmp_path / "run"
+    run.write_text(
+        "#!/bin/sh\nsleep 600 & one=$!\nsetsid sleep 600 & two=$!\n"
+        f"echo $$ $one $two > {told}.new; mv {told}.new {told}; wait\n"
+    )
+    run.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(run))
+    return told
+
+
+def members(family: Path) -> list[psutil.Process]:
+    while not family.exists():
+        time.sleep(0.005)
+    return [psutil.Process(int(pid)) for pid in family.read_text().split()]
+
+
+def living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(("number", "raised"), ENDS)
+def test_a_signal_while_a_run_is_started_leaves_no_run_behind(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    raised: type[BaseException],
 ) -> None:
     started: list[int] = []
 
     class Interrupted(subprocess.Popen[bytes]):
-        """The Ctrl-C comes when the process is there, and nobody knows it yet."""
+        """The signal comes when the process is there, and nobody knows it yet."""
 
         def __init__(self, *arguments: object, **options: object) -> None:
             super().__init__(["sleep", "600"], start_new_session=True)
             started.append(self.pid)
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with (
-            pytest.raises(KeyboardInterrupt),
-            running_child(tmp_path / "run.yaml", tmp_path / "log"),
-        ):
-            raise AssertionError("the interrupt was lost")
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    handler = signal.getsignal(number)
+    with pytest.raises(raised), running_child(tmp_path / "run.yaml", tmp_path / "log"):
+        raise AssertionError("the signal was lost")
+    assert signal.getsignal(number) is handler
     assert not psutil.pid_exists(started[0])
+
+
+@pytest.mark.parametrize(("number", "raised"), ENDS)
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
+def test_two_signals_while_a_run_goes_on_leave_no_run_behind(
+    tmp_path: Path,
+    family: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    raised: type[BaseException],
+    again: signal.Signals,
+) -> None:
+    children = psutil.Process.children
+
+    def interrupted(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+        signal.raise_signal(again)
+        return children(process, recursive)
+
+    monkeypatch.setattr(psutil.Process, "children", interrupted)
+    run: list[psutil.Process] = []
+
+    def go_on() -> None:
+        with running_child(tmp_path / "run.yaml", tmp_path / "log"):
+            run.extend(members(family))
+            assert living(run) == run
+            signal.raise_signal(number)
+
+    with pytest.raises(raised) as ended:
+        go_on()
+    if isinstance(ended.value, SystemExit):
+        assert ended.value.code == 128 + number
+    assert living(run) == []
+
+
+def test_a_signal_while_a_run_is_killed_ends_the_demo_when_all_of_it_is_gone(
+    tmp_path: Path, family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspend = psutil.Process.suspend
+
+    def interrupted(process: psutil.Process) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        suspend(process)
+
+    monkeypatch.setattr(psutil.Process, "suspend", interrupted)
+    run: list[psutil.Process] = []
+
+    def go_on() -> None:
+        with running_child(tmp_path / "run.yaml", tmp_path / "log") as child:
+            run.extend(members(family))
+            child.kill()
+            raise AssertionError("the signal was lost")
+
+    with pytest.raises(SystemExit) as ended:
+        go_on()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert living(run) == []
+
+
+def test_a_killed_run_is_counted_with_all_that_it_started(tmp_path: Path, family: Path) -> None:
+    with running_child(tmp_path / "run.yaml", tmp_path / "log") as child:
+        run = members(family)
+        assert child.kill() == len(run)
+        assert living(run) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path, family: Path) -> None:
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with running_child(tmp_path / "run.yaml", tmp_path / "log"):
+            run = members(family)
+            signal.raise_signal(signal.SIGHUP)
+            assert living(run) == run
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+    assert living(run) == []
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from msgspec import Struct
 from rollsync.pure.rollout.audit import Audit, describe_audit
 from rollsync.pure.rollout.checkpointing import CheckpointKind
 from rollsync.pure.rollout.explain import explain
+from rollsync.shell.demo.ending_signals import EndingSignals
 from rollsync.shell.demo.evaluation import PROMPTS, mean_reward
 from rollsync.shell.errors import RollsyncError
 from rollsync.shell.grpo.trainer import WEIGHTS
@@ -66,45 +67,34 @@ def step_to_kill_in(moment: KillMoment, seen: list[JournalEntry]) -> int | None:
 def running_child(config_file: Path, log: Path) -> Iterator[RunningChild]:
     """`rollsync run` of a file as a child process, which does not outlive the `with`.
 
+    It is in a session of its own, where no signal to this process reaches it; so this one takes
+    those that end it, also on a terminal that is closed, as it takes a Ctrl-C.
+
     Args:
         config_file: what it runs.
         log: where its output goes.
+
+    Raises:
+        KeyboardInterrupt: at a SIGINT.
+        SystemExit: at a SIGTERM or SIGHUP, with the code that a shell gives to that end.
     """
-    with contextlib.ExitStack() as starting:
-        # In the middle of its start, a child would be left behind by a Ctrl-C, known to nobody.
-        starting.enter_context(_interrupt_held_back())
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "rollsync.shell.cli", "run", str(config_file)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        child = RunningChild(process, log)
+    with EndingSignals() as signals:
+        child = None
         try:
-            starting.close()
+            # In the middle of its start, a child would be left behind, known to nobody.
+            with signals.held_back(), log.open("wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "rollsync.shell.cli", "run", str(config_file)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                child = RunningChild(process, log, signals)
             yield child
         finally:
-            # It is in a session of its own, where no Ctrl-C reaches it.
-            if child.is_running():
+            if child is not None and child.is_running():
                 child.kill()
-
-
-@contextlib.contextmanager
-def _interrupt_held_back() -> Iterator[None]:
-    """A Ctrl-C meanwhile takes effect at the end."""
-    handler = signal.getsignal(signal.SIGINT)
-    held_back: list[int] = []
-    if callable(handler):
-        signal.signal(signal.SIGINT, lambda number, frame: held_back.append(number))
-    try:
-        yield
-    finally:
-        if callable(handler):
-            signal.signal(signal.SIGINT, handler)
-    if held_back:
-        signal.raise_signal(signal.SIGINT)
 
 
 class RunningChild:
@@ -113,11 +103,13 @@ class RunningChild:
     Args:
         process: the child, which leads a process group.
         log: where its output goes.
+        signals: those that would end this process.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, signals: EndingSignals) -> None:
         self._process = process
         self._log = log
+        self._signals = signals
 
     @property
     def pid(self) -> int:
@@ -130,14 +122,16 @@ class RunningChild:
 
     def kill(self) -> int:
         """SIGKILL to it and to everything it started; how many processes that were."""
-        started = [self._process.pid, *(p.pid for p in psutil.Process(self.pid).children(True))]
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pid in started[1:]:
-            # What had left the group (Ray's daemons do): it must not outlive the run either.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._await_gone(started)
+        with self._signals.held_back():
+            os.killpg(self.pid, signal.SIGSTOP)
+            # Also what has left the group (Ray's daemons do): it must not outlive the run either.
+            started = _stop_all(psutil.Process(self.pid))
+            for process in started:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            _await_gone(started)
         return len(started)
 
     def require_success(self) -> None:
@@ -149,14 +143,6 @@ class RunningChild:
                 f"the run ended with code {code}:\n" + "\n".join(tail),
                 remedy=f"the whole output is in {self._log}",
             )
-
-    @staticmethod
-    def _await_gone(pids: list[int]) -> None:
-        deadline_s = time.monotonic() + GONE_TIMEOUT_S
-        while any(_is_alive(pid) for pid in pids):
-            if time.monotonic() > deadline_s:
-                raise DemoFailed(f"processes {[p for p in pids if _is_alive(p)]} do not end")
-            time.sleep(POLL_S)
 
 
 class JournalFollower:
@@ -243,8 +229,27 @@ def account_lines(directory: Path) -> tuple[Audit, tuple[str, ...]]:
     )
 
 
-def _is_alive(pid: int) -> bool:
+def _stop_all(root: psutil.Process) -> set[psutil.Process]:
+    """Stop a process and all that descend from it: one that is stopped starts no other one."""
+    stopped: set[psutil.Process] = set()
+    while found := {root, *root.children(recursive=True)} - stopped:
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        stopped |= found
+    return stopped
+
+
+def _await_gone(processes: set[psutil.Process]) -> None:
+    deadline_s = time.monotonic() + GONE_TIMEOUT_S
+    while left := [process.pid for process in processes if _is_alive(process)]:
+        if time.monotonic() > deadline_s:
+            raise DemoFailed(f"processes {left} do not end")
+        time.sleep(POLL_S)
+
+
+def _is_alive(process: psutil.Process) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
