@@ -211,6 +211,65 @@ def test_every_longer_way_from_a_stand_in_is_replayed_as_it_was_or_left_to_the_l
     assert replayed == loaded
 
 
+def of_one(own: At) -> tuple[Step, ...]:
+    """What a loader may do while it has one tensor."""
+    return (
+        *(Step(to, own) for to in (At(M.QK, 0), At(M.QK, 2), At(M.Q_ALONE, 0), At(M.SCRATCH, 0))),
+        Step(At(M.Q_ALONE, 0), At(M.QK, 0)),
+        Step(At(M.QK, 2), At(M.Q_ALONE, 0)),
+        Step(At(M.QK, 2), At(M.SCRATCH, 0)),
+        Step(At(M.QK, 2), None),
+        Step(At(M.Q_ALONE, 0), At(M.Q_ALONE, 0)),
+    )
+
+
+OF_Q, OF_K = of_one(Q), of_one(K)
+
+
+def check_left_out(of_q: Sequence[Step], of_k: Sequence[Step]) -> LoadPlan:
+    """What is loaded next, tensor by tensor, without those that the plan leaves out, is what a load
+    of all is: also where these led to what has nothing of them."""
+    model = Model()
+    events = model.load(bytes([1, 2, 3, 4]), (*of_q, *of_k))
+    plan = plan_of([*before(stands_in=False), *events], model)
+    for directly_first in (True, False):
+        whole, other = Model(), Model()
+        for each in (whole, other):
+            each.load(bytes([1, 2, 3, 4]), (*of_q, *of_k))
+        following = bytes([11, 12, 13, 14])
+        whole.load(following, (*of_q, *of_k))
+        if directly_first:
+            other.replay(following, plan)
+        loaded = {"q": of_q, "k": of_k}.items()
+        other.load(following, [s for name, some in loaded if name not in plan.direct for s in some])
+        if not directly_first:
+            other.replay(following, plan)
+        assert [whole.at(at) for at in SERVING.values()] == [
+            other.at(at) for at in SERVING.values()
+        ], (of_q, of_k)
+    return plan
+
+
+def test_no_tensor_is_left_out_of_a_short_load_that_led_to_anything_else() -> None:
+    found = set()
+    for length in range(4):
+        for of_q in range(length + 1):
+            ways = (*[OF_Q] * of_q, *[OF_K] * (length - of_q))
+            for steps in itertools.product(*ways):
+                found.add(tuple(check_left_out(steps[:of_q], steps[of_q:]).direct))
+    assert found == {(), ("q",), ("k",), ("q", "k")}
+
+
+@given(
+    st.lists(st.sampled_from(OF_Q), max_size=5),
+    st.lists(st.sampled_from(OF_K), max_size=5),
+)
+def test_no_tensor_is_left_out_of_a_longer_load_that_led_to_anything_else(
+    of_q: list[Step], of_k: list[Step]
+) -> None:
+    check_left_out(of_q, of_k)
+
+
 FILLED_BY_BOTH = (Step(At(M.QK, 0), Q), Step(At(M.QK, 2), K), Step(At(M.Q_ALONE, 0), Q))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import io
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 import torch
 
@@ -161,7 +163,27 @@ def overlapping(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None
 def behind_the_back(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     plain(model, name, tensor)
     if name == "k":
+        with torch._C.DisableTorchFunction():
+            ctypes.memset(dict(model.named_parameters())["attention.weight"].data_ptr(), 1, 4)
+
+
+def written_by_address(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "k":
         ctypes.memset(dict(model.named_parameters())["attention.weight"].data_ptr(), 1, 4)
+
+
+def as_array(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, torch.tensor(np.asarray(tensor)) if name == "q" else tensor)
+
+
+def pickled(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if name == "q":
+        saved = io.BytesIO()
+        torch.save(tensor, saved)
+        saved.seek(0)
+        tensor = torch.load(saved)
+    plain(model, name, tensor)
 
 
 def given_away(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -192,6 +214,9 @@ def overwritten(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None
         (kept, "somewhere else"),
         (overlapping, "does not hold"),
         (behind_the_back, "does not hold"),
+        (written_by_address, "Tensor.data_ptr uses it"),
+        (as_array, "Tensor.__array__ uses it"),
+        (pickled, "Tensor.untyped_storage uses it"),
         (given_away, "Tensor.numpy uses it"),
         (emptied, "changed before it is loaded"),
         (overwritten, "changed before it is loaded"),
@@ -203,6 +228,63 @@ def test_whatever_is_no_plain_copy_stays_with_the_loader(loader: Loader, says: s
     assert "q" not in plan.direct
     assert says in plan.tensors["q"].staged_because
     assert {"o", "t"} <= set(plan.direct)
+
+
+def follows(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """An untied copy of a tied weight."""
+    plain(model, name, tensor)
+    if name == "t":
+        model.get_parameter("twin.weight").data.copy_(model.get_parameter("table.weight"))
+
+
+def follows_in_part(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """What follows has its own weight too, and comes with a tensor that is not needed for it."""
+    plain(model, name, tensor)
+    if name == "t":
+        model.get_parameter("twin.weight").data[:2].copy_(
+            model.get_parameter("attention.weight")[:2, :2]
+        )
+        model.get_parameter("twin.weight").data[2:].copy_(tensor)
+
+
+def counts(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "t":
+        model.get_parameter("twin.weight").data.add_(1)
+
+
+def sets(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "t":
+        model.get_parameter("twin.weight").data.fill_(1)
+
+
+def computes(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "t":
+        model.get_parameter("twin.weight").data.copy_(
+            model.get_parameter("attention.weight")[0, 0] * torch.ones(5, 2)
+        )
+
+
+@pytest.mark.parametrize("batches", [1, 6])
+@pytest.mark.parametrize("loader", [follows, follows_in_part, counts, sets, computes])
+def test_what_a_loader_does_of_itself_it_is_given_all_tensors_for(
+    loader: Loader, batches: int
+) -> None:
+    """Nobody can say which of those that came before has led to it."""
+    model = Fused()
+    model.twin = torch.nn.Module()
+    model.twin.weight = torch.nn.Parameter(torch.zeros(5, 2))
+
+    def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        if name not in ("unread", "later"):
+            loader(model, name, tensor)
+
+    weights = [("unread", torch.ones(2)), *stream(), ("later", torch.ones(2))]
+    plan = record(model, weights, load, batches=batches)
+    assert set(plan.direct) == ({"later"} if batches == 6 else set())
+    assert plan.tensors["unread"].reads == (Box((0,), (2,)),)
 
 
 def turned(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -9,7 +9,9 @@ Rules kept here:
 - a tensor is direct only when everything that the loader read of it was copied, byte for byte,
   into parameters that serve, and when all other bytes of those parameters are accounted for too;
 - a layer is taken as a whole: when one of its parameters is not filled by copies alone, the tensors
-  of the whole layer stay with the loader, as a loader finishes layers and not parameters.
+  of the whole layer stay with the loader, as a loader finishes layers and not parameters;
+- what a loader does of itself to such a parameter (it computes, counts, moves on what serves) it
+  does again, as it is given all tensors again that it had been given by then.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from msgspec import Struct
 
 from rollsync.pure.refit.buckets import TensorSpec
 from rollsync.pure.refit.dtypes import DTYPE_BYTES
-from rollsync.pure.refit.layout import Box
+from rollsync.pure.refit.layout import Box, whole
 
 
 class Region(Struct, frozen=True, array_like=True, gc=False):
@@ -93,12 +95,16 @@ class SeenParameter(Struct, frozen=True):
         total_bytes: Bytes of its memory, which has no gaps.
         constants: What the loader filled with a constant, such as padding.
         problem: Why its bytes are not simply those that were copied; empty when they are.
+        given_before: How many tensors the loader had been given when it last did something to it
+            that is no copy of one of them: any of these may have led to that. 0: it never did, or
+            does so for the whole layer.
     """
 
     layer: str
     total_bytes: int
     constants: tuple[Region, ...] = ()
     problem: str = ""
+    given_before: int = 0
 
 
 class PlannedTensor(Struct, frozen=True):
@@ -154,15 +160,14 @@ def plan_load(
 
     Args:
         tensors: Everything that the loader was given, by name, in stream order.
-        parameters: Every parameter that occurs in a copy, and may be others, by name.
+        parameters: Every parameter to which something was done, and may be others, by name.
     """
     unplain = {name: _problem_of_tensor(each, parameters) for name, each in tensors.items()}
     written = _written(tensors)
     spoiled = {
-        parameters[name].layer: f"parameter {name}: {problem}"
-        for name, copies in written.items()
-        if name in parameters
-        for problem in [_problem_of_parameter(parameters[name], copies)]
+        parameter.layer: f"parameter {name}: {problem}"
+        for name, parameter in parameters.items()
+        for problem in [_problem_of_parameter(parameter, written.get(name, ()))]
         if problem
     }
     staged = {name: problem for name, problem in unplain.items() if problem}
@@ -173,7 +178,8 @@ def plan_load(
             name: PlannedTensor(
                 spec=each.spec,
                 copies=() if unplain[name] else each.copies,
-                reads=each.reads,
+                # What is loaded without being read still has to come.
+                reads=each.reads or ((whole(each.spec),) if name in staged else ()),
                 staged_because=staged.get(name, ""),
             )
             for name, each in tensors.items()
@@ -258,6 +264,8 @@ def _problem_of_tensor(tensor: SeenTensor, parameters: Mapping[str, SeenParamete
 def _problem_of_parameter(parameter: SeenParameter, copies: Sequence[Copy]) -> str:
     if parameter.problem:
         return parameter.problem
+    if not copies:
+        return "the loader changes it of itself" if parameter.given_before else ""
     regions = [copy.target for copy in copies]
     if not covered_once((*regions, *parameter.constants), parameter.total_bytes):
         return "not every byte of it is copied exactly once"
@@ -270,21 +278,28 @@ def _spread(
     staged: dict[str, str],
     spoiled: dict[str, str],
 ) -> None:
-    """A staged tensor spoils the layers it goes to, and a spoiled layer stages its tensors."""
+    """A staged tensor spoils the layers it goes to, and a spoiled layer stages its tensors, and
+    those that may have led to what was done to it."""
     touched = {
         name: {parameters[c.parameter].layer for c in each.copies if c.parameter in parameters}
         for name, each in tensors.items()
     }
+    behind: dict[str, int] = {}
+    for parameter in parameters.values():
+        behind[parameter.layer] = max(behind.get(parameter.layer, 0), parameter.given_before)
     growing = True
     while growing:
         growing = False
-        for name, layers in touched.items():
+        most = max(spoiled, key=lambda layer: behind[layer], default="")
+        for number, (name, layers) in enumerate(touched.items()):
             if name in staged:
                 new = layers - spoiled.keys()
                 spoiled.update(dict.fromkeys(new, f"{name} is loaded: {staged[name]}"))
                 growing = growing or bool(new)
             else:
                 cause = next((spoiled[layer] for layer in sorted(layers) if layer in spoiled), "")
+                if not cause and number < behind.get(most, 0):
+                    cause = f"it may have led to something: {spoiled[most]}"
                 if cause:
                     staged[name] = cause
                     growing = True

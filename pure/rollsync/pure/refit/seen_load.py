@@ -129,6 +129,9 @@ class _Reader:
         """By memory, their own and that of their stand-ins."""
         self._scratch: dict[int, Scratch] = {}
         self._tied: set[str] = set()
+        self._reloaded: set[str] = set()
+        """The layers that have stand-ins: whatever is done to them is done again with all of them.
+        """
 
     def see(self, event: LoadEvent) -> None:
         match event:
@@ -138,6 +141,7 @@ class _Reader:
                 if name in self._parameters:
                     known = self._serving[view.memory] = self._parameters[name]
                     known.stands_in(view)
+                    self._reloaded.add(known.layer)
             case Processed(layer=layer, problem=problem):
                 for each in self._parameters.values():
                     if each.layer == layer:
@@ -213,11 +217,22 @@ class _Reader:
             scratch = self._scratch.setdefault(target.memory, Scratch())
             scratch.copied(target, source, "" if received is None else received.name)
         elif received is not None:
+            to.touched(0)
             to.copied(event, received)
-        elif source.memory != target.memory:
+        elif source.memory in self._serving:
+            self._moved_on(to, self._serving[source.memory], event)
+        else:
+            to.touched(self._led_to(to))
             to.settled(target, source, self._scratch.get(source.memory))
-        elif source.region() != target.region():
-            to.note_problem("parts of it are moved within it")
+
+    def _moved_on(self, to: Serving, of: Serving, event: Copied) -> None:
+        """What serves became something else that serves, which follows it from now on."""
+        if event.source == event.target:
+            return
+        problem = f"{to.name} gets what {of.name} holds"
+        for each in (to, of):
+            each.touched(len(self._sources) if self._batch else 0)
+            each.note_problem("parts of it are moved within it" if to is of else problem)
 
     def _filled(self, target: View) -> None:
         self._read(target)
@@ -226,17 +241,24 @@ class _Reader:
         self._changed(target)
         to = self._serving.get(target.memory)
         if to is not None:
+            to.touched(self._led_to(to))
             to.filled(target)
 
     def _used(self, view: View, by: str) -> None:
         memory = view.memory
-        for each in (
-            self._source_of(view),
-            self._serving.get(memory),
-            self._scratch.get(memory),
-        ):
+        serving = self._serving.get(memory)
+        if serving is not None:
+            serving.touched(self._led_to(serving))
+        for each in (self._source_of(view), serving, self._scratch.get(memory)):
             if each is not None:
                 each.note_problem(f"{by} uses it")
+
+    def _led_to(self, serving: Serving) -> int:
+        """How many of the tensors may have led to what the loader does to this of itself.
+
+        What it does to layers that are reloaded as wholes, or when it finishes, it does anyway.
+        """
+        return len(self._sources) if self._batch and serving.layer not in self._reloaded else 0
 
     def _read(self, view: View) -> None:
         source = self._source_of(view)

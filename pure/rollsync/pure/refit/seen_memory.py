@@ -111,13 +111,31 @@ class Serving(Memory):
         """Whether the loader fills a stand-in first, and this at its end."""
         self._is_settled = False
         """Whether it has got what its stand-in had."""
+        self._is_touched = False
+        """Whether anything was done to it."""
+        self._given_before = 0
         if not self.view.is_contiguous or self.view.offset_bytes:
             self.note_problem("its memory has gaps or another order, or is part of another's")
 
     def seen(self) -> SeenParameter:
         """What `plan_load` is told of it."""
-        constants = tuple(self._constants)
-        return SeenParameter(self.layer, self.view.total_bytes, constants, self.problem)
+        return SeenParameter(
+            layer=self.layer,
+            total_bytes=self.view.total_bytes,
+            constants=tuple(self._constants),
+            problem=self.problem if self._is_touched else "",
+            given_before=self._given_before,
+        )
+
+    def touched(self, given_before: int) -> None:
+        """Something was done to it.
+
+        Args:
+            given_before: how many tensors may have led to that; 0: it belongs to its layer, or is a
+                copy of one of them.
+        """
+        self._is_touched = True
+        self._given_before = max(self._given_before, given_before)
 
     def stands_in(self, view: View) -> None:
         """The loader fills this memory first."""

@@ -18,7 +18,15 @@ from torch.utils._pytree import tree_leaves
 SeeOperation = Callable[[torch._ops.OpOverload, object, object], None]
 SeeCall = Callable[[str, object], None]
 
-_GIVE_AWAY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__dlpack__)
+_GIVE_AWAY = (
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.tolist,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+)
 
 
 @contextlib.contextmanager
