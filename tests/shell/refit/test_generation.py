@@ -94,6 +94,39 @@ def test_an_update_waits_for_running_requests_and_holds_back_new_ones() -> None:
     assert asyncio.run(run()) == ["old starts at 1", "old ends", "update", "new starts at 2"]
 
 
+def test_an_update_is_told_from_when_it_may_write_to_when_it_has_ended() -> None:
+    async def run() -> list[EngineState]:
+        gate = opened(Serving(1))
+        told: list[EngineState] = []
+
+        async def update() -> None:
+            async with gate.update():
+                told.append(gate.state)
+                assert gate.weight_version is None
+                gate.state = Serving(7)
+
+        async with gate.request():
+            waiting = asyncio.create_task(update())
+            await asyncio.sleep(0.01)
+            # It waits for the request, which goes on with whole weights.
+            told.append(gate.state)
+        await waiting
+        return [*told, gate.state]
+
+    assert asyncio.run(run()) == [Serving(1), Updating(2), Serving(7)]
+
+
+@pytest.mark.parametrize("state", [Unconnected(), Serving(1, connected=False), Closed()], ids=str)
+def test_an_update_that_cannot_begin_changes_no_state(state: EngineState) -> None:
+    async def run() -> EngineState:
+        gate = opened(state)
+        async with gate.update():
+            pass
+        return gate.state
+
+    assert asyncio.run(run()) == state
+
+
 def test_requests_held_back_by_a_failed_update_are_refused_and_the_gate_opens_again() -> None:
     async def run() -> int:
         gate = opened(Serving(1))

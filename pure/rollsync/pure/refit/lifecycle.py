@@ -117,7 +117,8 @@ class Connected(Struct, frozen=True, tag=True):
 
 
 class Updating(Struct, frozen=True, tag=True):
-    """In the middle of an update to `version`."""
+    """In the middle of an update to `version`; of one that has not named it yet, that is
+    `next_version` of before."""
 
     version: int
 

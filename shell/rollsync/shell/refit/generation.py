@@ -16,10 +16,13 @@ import msgspec
 from rollsync.pure.refit import describe
 from rollsync.pure.refit.errors import ServesAnotherVersion
 from rollsync.pure.refit.lifecycle import (
+    BeginUpdate,
     EngineState,
     Serving,
     Unconnected,
+    apply,
     check_serves,
+    next_version,
     phase_of,
 )
 from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated
@@ -118,7 +121,8 @@ class ServingGate:
     """Lets requests through while whole weights are served, and updates while no request runs.
 
     An update waits for the requests that run, and holds back those that come; which of them are
-    let through afterwards is for the engine's state to say. One event loop's only.
+    let through afterwards is for the engine's state to say, which is `Updating` from when an update
+    may write until its body says what it has left. One event loop's only.
     """
 
     def __init__(self) -> None:
@@ -153,13 +157,16 @@ class ServingGate:
 
     @asynccontextmanager
     async def update(self) -> AsyncIterator[None]:
-        """Holds off requests while the weights change; the body sets `state`."""
+        """Holds off requests while the weights change; the body sets `state` at its end."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._updating)
             self._updating = True
         try:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._running == 0)
+            # One that cannot begin in this state is refused by whoever the body asks for it.
+            begun = apply(self.state, BeginUpdate(next_version(self.state)))
+            self.state = begun.value_or(self.state)
             yield
         finally:
             async with self._changed:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollsync.pure.refit.lifecycle import EngineState
+from rollsync.pure.refit.lifecycle import EngineState, Updating
 from rollsync.pure.refit.steps import UPDATE, Step
 from rollsync.shell.refit.errors import RefitConfigurationError
 from rollsync.shell.refit.generation import (
@@ -85,7 +85,9 @@ class TorchGenerationWorker:
             if checkpoint_method in steps:
                 return await asyncio.to_thread(steps[checkpoint_method], *method_args)
         finally:
-            self._gate.state = self._receiver.state
+            # Beside an update, which may be stuck, another step can end: it has nothing to say.
+            if not isinstance(self._gate.state, Updating):
+                self._gate.state = self._receiver.state
         raise RefitConfigurationError(
             f"a generation worker has no step {checkpoint_method!r}",
             remedy=f"call one of {', '.join((*steps, UPDATE))}",
