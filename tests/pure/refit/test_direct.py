@@ -35,7 +35,7 @@ def plan() -> LoadPlan:
     gaps = (Region(4, 4, 4, 8),)
     return plan_load(
         {n: SeenTensor(TensorSpec(n, (4, 4), "bfloat16"), c) for n, c in copies.items()},
-        {**serving, "u": SeenParameter("u", 36 - 4, constants=gaps)},
+        {**serving, "u": SeenParameter("u", 36 - 4, zeros=gaps)},
     )
 
 

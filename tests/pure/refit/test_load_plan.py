@@ -103,9 +103,9 @@ def test_a_tensor_with_a_problem_takes_its_layer_with_it() -> None:
 def test_a_gap_in_a_parameter_stages_its_layer_and_padding_does_not() -> None:
     gap = {**SERVING, "qk": SeenParameter("attention", 72)}
     assert set(plan_load(FUSED, gap).direct) == {"o"}
-    padded = {**SERVING, "qk": SeenParameter("attention", 72, constants=(Region(64, 8),))}
+    padded = {**SERVING, "qk": SeenParameter("attention", 72, zeros=(Region(64, 8),))}
     assert set(plan_load(FUSED, padded).direct) == {"q", "k", "o"}
-    twice = {**SERVING, "qk": SeenParameter("attention", 64, constants=(Region(60, 4),))}
+    twice = {**SERVING, "qk": SeenParameter("attention", 64, zeros=(Region(60, 4),))}
     assert set(plan_load(FUSED, twice).direct) == {"o"}
 
 

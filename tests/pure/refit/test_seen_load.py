@@ -111,8 +111,8 @@ class Model:
         events: list[LoadEvent] = [Received("q", Q.view), Received("k", K.view)]
         for target, source in steps:
             if source is None:
-                self.put(target, bytes([9] * target.size))
-                events.append(Filled(target.view))
+                self.put(target, bytes(target.size))
+                events.append(Filled(target.view, is_zero=True))
             elif source == target:
                 self.put(target, bytes(each ^ 0x55 for each in self.at(target)))
                 events.append(Used("xor", (target.view,), (target.view,)))
@@ -126,6 +126,9 @@ class Model:
 
     def replay(self, weights: bytes, plan: LoadPlan) -> None:
         self.put(At(M.BATCH, 0, 4), weights)
+        for parameter, region in plan.zeros:
+            to = SERVING[parameter]._replace(start=region.offset, size=region.total_bytes)
+            self.put(to, bytes(region.total_bytes))
         for name, each in plan.direct.items():
             for copy in each.copies:
                 first = (Q if name == "q" else K).start + copy.source.offset
@@ -219,6 +222,7 @@ def of_one(own: At) -> tuple[Step, ...]:
         Step(At(M.QK, 2), At(M.Q_ALONE, 0)),
         Step(At(M.QK, 2), At(M.SCRATCH, 0)),
         Step(At(M.QK, 2), None),
+        Step(At(M.Q_ALONE, 0), None),
         Step(At(M.Q_ALONE, 0), At(M.Q_ALONE, 0)),
     )
 
@@ -232,10 +236,13 @@ def check_left_out(of_q: Sequence[Step], of_k: Sequence[Step]) -> LoadPlan:
     model = Model()
     events = model.load(bytes([1, 2, 3, 4]), (*of_q, *of_k))
     plan = plan_of([*before(stands_in=False), *events], model)
-    for directly_first in (True, False):
+    for directly_first, is_lost in itertools.product((True, False), repeat=2):
         whole, other = Model(), Model()
         for each in (whole, other):
             each.load(bytes([1, 2, 3, 4]), (*of_q, *of_k))
+            # An engine that sleeps may lose what it holds.
+            for at in SERVING.values() if is_lost else ():
+                each.put(at, bytes([8] * at.size))
         following = bytes([11, 12, 13, 14])
         whole.load(following, (*of_q, *of_k))
         if directly_first:
@@ -307,9 +314,10 @@ OTHER_DTYPE = View(M.STAND_IN, 0, (2,), (1,), "float16", 2)
         (Copied(At(M.QK, 1).view, At(M.SCRATCH, 0).view), "it gets something that was computed"),
         (Copied(At(M.QK, 2).view, At(M.QK, 0).view), "parts of it are moved within it"),
         (Copied(At(M.QK, 0).view, At(M.QK, 0).view), ""),
-        (Filled(View(M.QK, 0, (2, 2), (1, 2), "uint8", 1)), "filled in another order"),
-        (Filled(At(M.QK, 3, 1).view), "not every byte of it is copied exactly once"),
-        (Filled(At(M.QK, 3, 0).view), ""),
+        (Filled(View(M.QK, 0, (2, 2), (1, 2), "uint8", 1), True), "filled in another order"),
+        (Filled(At(M.QK, 3, 1).view, True), "not every byte of it is copied exactly once"),
+        (Filled(At(M.QK, 3, 1).view, False), "filled with something else than zeros"),
+        (Filled(At(M.QK, 3, 0).view, False), ""),
     ],
 )
 def test_why_a_tensor_is_left_to_the_loader(event: LoadEvent, says: str) -> None:

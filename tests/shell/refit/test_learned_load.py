@@ -211,6 +211,22 @@ def test_a_rank_that_keeps_everything_is_watched_once() -> None:
     assert staged(known).recorder is None
 
 
+def test_what_a_loader_pads_is_padded_again_when_it_is_read_directly() -> None:
+    """An engine that slept may have lost it."""
+    model = torch.nn.Linear(2, 5, bias=False)
+    known = LearnedLoad(lambda: model, is_shared=False)
+    recorder = known.reception(directly=True).recorder
+    assert recorder is not None
+    batch = [("t", torch.ones(3, 2))]
+    with torch.no_grad(), recorder.loading(batch):
+        model.weight[:3].copy_(batch[0][1])
+        model.weight[3:].zero_()
+    known.learn(recorder)
+    model.weight.data.fill_(7)
+    known.reception(directly=True).intake(in_parts=False)
+    assert model.weight.tolist() == [[7, 7]] * 3 + [[0, 0]] * 2
+
+
 def test_a_model_that_one_rank_has_is_watched_for_direct_reads_only() -> None:
     known = LearnedLoad(lambda: Rank(0), is_shared=False)
     known.declare(SPECS)

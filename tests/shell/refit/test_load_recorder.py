@@ -72,8 +72,10 @@ def record(
 def replay(
     plan: LoadPlan, weights: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module
 ) -> None:
-    """Does the plan's copies, and nothing else."""
+    """Does the plan's copies and zeros, and nothing else."""
     parameters = {name: tensor for name, (_, tensor) in serving_tensors(model).items()}
+    for name, region in plan.zeros:
+        bytes_of(parameters[name], region).zero_()
     for name, tensor in weights:
         for copy in plan.direct[name].copies:
             source = bytes_of(tensor.contiguous(), copy.source).reshape(-1)
@@ -93,6 +95,8 @@ def test_a_plan_of_plain_copies_does_what_the_loader_does() -> None:
     weights, loaded, replayed = stream(), Fused(), Fused()
     for name, tensor in weights:
         plain(loaded, name, tensor)
+    for parameter in replayed.parameters():
+        parameter.data.fill_(1)
     replay(plan, weights, replayed)
     assert same(loaded, replayed)
 
@@ -265,6 +269,35 @@ def computes(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         model.get_parameter("twin.weight").data.copy_(
             model.get_parameter("attention.weight")[0, 0] * torch.ones(5, 2)
         )
+
+
+def of_the_tensor(part: torch.Tensor, tensor: torch.Tensor) -> None:
+    part.fill_(tensor[0, 0])
+
+
+FILLS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], bool]] = {
+    "zero_": (lambda part, _: part.zero_(), True),
+    "an integer": (lambda part, _: part.fill_(0), True),
+    "an assignment": (lambda part, _: part.copy_(part).__setitem__(slice(None), 0.0), True),
+    "minus zero": (lambda part, _: part.fill_(-0.0), False),
+    "one": (lambda part, _: part.fill_(1), False),
+    "of the tensor": (of_the_tensor, False),
+    "minus a view": (lambda part, _: torch._neg_view(part).zero_(), False),
+}
+
+
+@pytest.mark.parametrize("how", FILLS)
+def test_padding_is_zeros_and_nothing_else(how: str) -> None:
+    fill, is_direct = FILLS[how]
+
+    def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        into = model.get_parameter("table.weight").data
+        into[:3].copy_(tensor)
+        fill(into[3:], tensor)
+
+    plan = record(Fused(), [("t", torch.zeros(3, 2))], load)
+    assert ("t" in plan.direct) == is_direct
+    assert plan.zeros == ((("table.weight", Region(24, 16)),) if is_direct else ())
 
 
 @pytest.mark.parametrize("batches", [1, 6])

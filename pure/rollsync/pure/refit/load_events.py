@@ -116,9 +116,15 @@ class Copied(Struct, frozen=True, gc=False):
 
 
 class Filled(Struct, frozen=True, gc=False):
-    """All elements of a tensor became the same constant."""
+    """All elements of a tensor became the same constant.
+
+    Attributes:
+        target: What was written.
+        is_zero: Whether all its bytes are 0 now.
+    """
 
     target: View
+    is_zero: bool
 
 
 class Used(Struct, frozen=True, gc=False):

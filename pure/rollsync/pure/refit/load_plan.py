@@ -93,7 +93,7 @@ class SeenParameter(Struct, frozen=True):
     Attributes:
         layer: The part of the model that the loader finishes at once.
         total_bytes: Bytes of its memory, which has no gaps.
-        constants: What the loader filled with a constant, such as padding.
+        zeros: What the loader filled with zeros, such as padding.
         problem: Why its bytes are not simply those that were copied; empty when they are.
         given_before: How many tensors the loader had been given when it last did something to it
             that is no copy of one of them: any of these may have led to that. 0: it never did, or
@@ -102,7 +102,7 @@ class SeenParameter(Struct, frozen=True):
 
     layer: str
     total_bytes: int
-    constants: tuple[Region, ...] = ()
+    zeros: tuple[Region, ...] = ()
     problem: str = ""
     given_before: int = 0
 
@@ -134,13 +134,16 @@ class LoadPlan(Struct, frozen=True):
 
     Attributes:
         tensors: By name, in stream order.
-        layers: Those that are filled by direct tensors alone; a loader may leave them out.
+        layers: Those that are filled by direct tensors alone, and zeros; a loader may leave them
+            out.
         tied: Names that came with the very bytes of another one, and count as that one's.
+        zeros: What is to be filled with zeros of the parameters of these layers.
     """
 
     tensors: dict[str, PlannedTensor] = {}
     layers: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
+    zeros: tuple[tuple[str, Region], ...] = ()
 
     @property
     def direct(self) -> dict[str, PlannedTensor]:
@@ -173,6 +176,7 @@ def plan_load(
     staged = {name: problem for name, problem in unplain.items() if problem}
     _spread(tensors, parameters, staged, spoiled)
     filled = {parameters[name].layer for name in written if name in parameters}
+    layers = frozenset(filled - set(spoiled))
     return LoadPlan(
         tensors={
             name: PlannedTensor(
@@ -184,7 +188,13 @@ def plan_load(
             )
             for name, each in tensors.items()
         },
-        layers=frozenset(filled - set(spoiled)),
+        layers=layers,
+        zeros=tuple(
+            (name, region)
+            for name, parameter in parameters.items()
+            if parameter.layer in layers
+            for region in parameter.zeros
+        ),
     )
 
 
@@ -267,7 +277,7 @@ def _problem_of_parameter(parameter: SeenParameter, copies: Sequence[Copy]) -> s
     if not copies:
         return "the loader changes it of itself" if parameter.given_before else ""
     regions = [copy.target for copy in copies]
-    if not covered_once((*regions, *parameter.constants), parameter.total_bytes):
+    if not covered_once((*regions, *parameter.zeros), parameter.total_bytes):
         return "not every byte of it is copied exactly once"
     return ""
 
@@ -290,7 +300,7 @@ def _spread(
     growing = True
     while growing:
         growing = False
-        most = max(spoiled, key=lambda layer: behind[layer], default="")
+        most = max(spoiled, key=lambda layer: behind[layer], default=None)
         for number, (name, layers) in enumerate(touched.items()):
             if name in staged:
                 new = layers - spoiled.keys()
@@ -298,7 +308,7 @@ def _spread(
                 growing = growing or bool(new)
             else:
                 cause = next((spoiled[layer] for layer in sorted(layers) if layer in spoiled), "")
-                if not cause and number < behind.get(most, 0):
+                if not cause and most is not None and number < behind[most]:
                     cause = f"it may have led to something: {spoiled[most]}"
                 if cause:
                     staged[name] = cause

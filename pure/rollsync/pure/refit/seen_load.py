@@ -152,8 +152,8 @@ class _Reader:
                 self._batch = {}
             case Copied():
                 self._copied(event)
-            case Filled(target=target):
-                self._filled(target)
+            case Filled(target=target, is_zero=is_zero):
+                self._filled(target, is_zero=is_zero)
             case Used(by=by, views=views, read=read):
                 for view in read:
                     self._read(view)
@@ -234,7 +234,7 @@ class _Reader:
             each.touched(len(self._sources) if self._batch else 0)
             each.note_problem("parts of it are moved within it" if to is of else problem)
 
-    def _filled(self, target: View) -> None:
+    def _filled(self, target: View, *, is_zero: bool) -> None:
         self._read(target)
         if not target.total_bytes:
             return
@@ -242,7 +242,7 @@ class _Reader:
         to = self._serving.get(target.memory)
         if to is not None:
             to.touched(self._led_to(to))
-            to.filled(target)
+            to.filled(target, is_zero=is_zero)
 
     def _used(self, view: View, by: str) -> None:
         memory = view.memory

@@ -102,7 +102,7 @@ class Serving(Memory):
     def __init__(self, event: Serves) -> None:
         super().__init__()
         self.name, self.layer, self.view = event.name, event.layer, event.view
-        self._constants: dict[Region, None] = {}
+        self._zeros: dict[Region, None] = {}
         self._written: list[Region] = []
         """What was copied into it, or into its stand-in."""
         self._names: set[str] = set()
@@ -122,7 +122,7 @@ class Serving(Memory):
         return SeenParameter(
             layer=self.layer,
             total_bytes=self.view.total_bytes,
-            constants=tuple(self._constants),
+            zeros=tuple(self._zeros),
             problem=self.problem if self._is_touched else "",
             given_before=self._given_before,
         )
@@ -158,13 +158,15 @@ class Serving(Memory):
             self._written.append(region)
             self._names.add(source.name)
 
-    def filled(self, target: View) -> None:
+    def filled(self, target: View, *, is_zero: bool) -> None:
         """All elements of a view of it became a constant."""
         region = target.region()
         if region is None:
             self.note_problem("it is filled in another order")
+        elif not is_zero:
+            self.note_problem("it is filled with something else than zeros")
         else:
-            self._constants[region] = None
+            self._zeros[region] = None
 
     def settled(self, target: View, source: View, scratch: Scratch | None) -> None:
         """It got something that is no source's, but `scratch`'s if that is known."""

@@ -27,6 +27,7 @@ from rollsync.pure.refit.learned import (
     undeclared_ties,
 )
 from rollsync.pure.refit.load_plan import LoadPlan
+from rollsync.shell.refit.boxes import bytes_of
 from rollsync.shell.refit.engines.direct import Destinations
 from rollsync.shell.refit.errors import WeightMismatch
 from rollsync.shell.refit.intake import Intake, KeptParts, PartlyDirect, WholeTensors
@@ -56,7 +57,7 @@ class Reception:
     plan: LoadPlan
 
     def intake(self, *, in_parts: bool) -> Intake:
-        """Takes the stream, which has begun.
+        """Takes the stream, which has begun; fills what no tensor of it fills.
 
         Args:
             in_parts: whether it comes in the parts that the rank keeps, or else whole.
@@ -68,6 +69,8 @@ class Reception:
         )
         if self.destinations is None:
             return intake
+        for name, region in self.plan.zeros:
+            bytes_of(self.destinations.parameters[name], region).zero_()
         return PartlyDirect(
             intake,
             self.destinations,
@@ -137,7 +140,9 @@ class LearnedLoad:
             return
         self._known = learn(self._declared, seen, is_shared=self._is_shared)
         self._log(seen)
-        written = {c.parameter for each in self._known.plan.direct.values() for c in each.copies}
+        plan = self._known.plan
+        written = {copy.parameter for each in plan.direct.values() for copy in each.copies}
+        written |= {name for name, _ in plan.zeros}
         self._stamps = {name: _stamp(serving[name]) for name in written}
 
     def _recorder(self, *, directly: bool) -> LoadRecorder | None:

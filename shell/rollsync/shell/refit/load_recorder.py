@@ -127,8 +127,10 @@ class LoadRecorder:
             return
         views = self._views(tensors)
         if func in _FILLS:
-            self._events.append(Filled(views[0]))
-            views = views[1:]
+            filled, views = views[0], views[1:]
+            is_constant = all(each.memory not in self._received for each in views)
+            is_zero = is_constant and filled.is_plain and _is_zero(arguments)
+            self._events.append(Filled(filled, is_zero))
         if views:
             rows = rows_taken(func, arguments)
             read = views if rows is None else self._views(rows)
@@ -170,6 +172,16 @@ class LoadRecorder:
             item_bytes=tensor.itemsize,
             is_plain=not (tensor.is_conj() or tensor.is_neg()),
         )
+
+
+def _is_zero(arguments: object) -> bool:
+    """Whether a fill makes all bytes 0, given what it is called with."""
+    match arguments:
+        # Of one dtype, no element can be 0.
+        case ((torch.Tensor() as target, *values), _) if target.dtype != torch.float8_e8m0fnu:
+            numbers = (each.item() if isinstance(each, torch.Tensor) else each for each in values)
+            return all(str(each) in ("0", "0.0", "False") for each in numbers)
+    return False
 
 
 def _checksum(tensor: torch.Tensor) -> str:
