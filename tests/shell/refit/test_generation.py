@@ -127,6 +127,22 @@ def test_an_update_that_cannot_begin_changes_no_state(state: EngineState) -> Non
     assert asyncio.run(run()) == state
 
 
+def test_a_request_is_held_back_for_as_long_as_a_stream_may_take() -> None:
+    async def run() -> int:
+        gate = opened(Serving(1))
+        gate.hold_by({"refit_timeout_s": 0.001})
+        async with gate.update():
+            with pytest.raises(
+                EngineNotServing, match=r"held the request back for 0\.012 s"
+            ) as held:
+                await request(gate)
+            assert held.value.state == "updating"
+            gate.state = Serving(2)
+        return await request(gate)
+
+    assert asyncio.run(run()) == 2
+
+
 def test_requests_held_back_by_a_failed_update_are_refused_and_the_gate_opens_again() -> None:
     async def run() -> int:
         gate = opened(Serving(1))

@@ -1,4 +1,4 @@
-"""What a torch engine says of itself while an update is stuck in it, without Ray."""
+"""What a torch engine says and does while an update is stuck in it, without Ray."""
 
 import asyncio
 import threading
@@ -50,7 +50,7 @@ def test_an_engine_in_which_an_update_is_stuck_does_not_say_that_it_serves(
         worker = TorchGenerationWorker(save_model(tmp_path))
         call = worker.checkpoint_engine_rpc_async
         monkeypatch.setattr(ScriptedEngine, "made", [])
-        await call(Step.MAKE, (SCRIPTED, 1024, {}))
+        await call(Step.MAKE, (SCRIPTED, 1024, {"refit_timeout_s": 0.001}))
         await call(Step.PREPARE)
         await call(Step.CONNECT, (0, 1, 1, []))
         monkeypatch.setattr(ScriptedEngine, "script", stream(1))
@@ -61,7 +61,6 @@ def test_an_engine_in_which_an_update_is_stuck_does_not_say_that_it_serves(
         loader = StuckLoader(monkeypatch)
         update = asyncio.create_task(call(UPDATE))
         await asyncio.to_thread(loader.is_stuck.wait)
-        held = asyncio.create_task(worker.generate([5], GREEDY, seed=0))
         # A synchronizer that has given it up goes on to the next step.
         for step in (None, Step.MEASURE, Step.FINALIZE):
             if step is not None:
@@ -69,13 +68,14 @@ def test_an_engine_in_which_an_update_is_stuck_does_not_say_that_it_serves(
             assert await worker.refit_state() == Updating(2)
             assert (await worker.probe()).state == Updating(2)
             assert await worker.weight_version() is None
-        assert not held.done()
+        with pytest.raises(EngineNotServing, match="held the request back"):
+            await worker.generate([5], GREEDY, seed=0)
 
         loader.free.set()
         with pytest.raises(RefitError, match="poisoned"):
             await update
         with pytest.raises(EngineNotServing, match="the connection was lost"):
-            await held
+            await worker.generate([5], GREEDY, seed=0)
         assert isinstance(await worker.refit_state(), Poisoned)
 
     asyncio.run(run())

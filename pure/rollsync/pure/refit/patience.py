@@ -79,6 +79,15 @@ def refit_timeout(options: Mapping[str, object]) -> Result[float, TimeoutRefused
     return parse_timeout(REFIT_TIMEOUT, options.get(REFIT_TIMEOUT, DEFAULT_REFIT_TIMEOUT_S))
 
 
+def whole_stream_s(refit_timeout_s: float) -> float:
+    """How long a whole stream of weights may take.
+
+    Args:
+        refit_timeout_s: longest wait for the other end of a stream.
+    """
+    return WAITS_OF_A_STREAM * refit_timeout_s
+
+
 def limit_of(
     step: Step,
     *,
@@ -100,7 +109,7 @@ def limit_of(
     if step is not Step.TRANSFER:
         return Limit(began_s + step_timeout_s, step_timeout_s, "", STEP_TIMEOUT)
     if side_done_s is None:
-        whole_s = WAITS_OF_A_STREAM * refit_timeout_s
+        whole_s = whole_stream_s(refit_timeout_s)
         return Limit(began_s + whole_s, whole_s, "", REFIT_TIMEOUT)
     # No stream is under way any more: what is left to do is short.
     since = " after all workers of the other side had"

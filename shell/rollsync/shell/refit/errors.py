@@ -120,7 +120,8 @@ class WorkerGone(RefitError, RayActorError):
 
 
 class EngineNotServing(RefitError):
-    """An engine refused to generate, because its weights are not those of one whole sync.
+    """An engine refused to generate, because its weights are not those of one whole sync, or a sync
+    is stuck in it.
 
     Args:
         state: the engine's life-cycle state, by name.

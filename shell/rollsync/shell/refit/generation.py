@@ -7,7 +7,7 @@ generates only with the weights of one whole sync, so that no request sees half-
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal, Protocol
 
@@ -25,7 +25,12 @@ from rollsync.pure.refit.lifecycle import (
     next_version,
     phase_of,
 )
-from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated
+from rollsync.pure.refit.patience import (
+    DEFAULT_REFIT_TIMEOUT_S,
+    refit_timeout,
+    whole_stream_s,
+)
+from rollsync.shell.refit.errors import EngineNotServing, EngineOutdated, accepted
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +112,8 @@ class GenerationEngine(Protocol):
             weight_version: the version that the completions have to come from, None for any.
 
         Raises:
-            EngineNotServing: when no whole sync has succeeded since the last one that failed.
+            EngineNotServing: when no whole sync has succeeded since the last one that failed, or
+                one holds the request back for longer than a stream may take.
             EngineOutdated: when the engine serves another version than `weight_version`.
         """
         ...
@@ -130,6 +136,16 @@ class ServingGate:
         self._updating = False
         self._running = 0
         self._changed = asyncio.Condition()
+        self._longest_hold_s = whole_stream_s(DEFAULT_REFIT_TIMEOUT_S)
+
+    def hold_by(self, options: object) -> None:
+        """Takes from a checkpoint engine's options how long an update may hold a request back.
+
+        Raises:
+            RefitConfigurationError: `refit_timeout_s` is no number of seconds.
+        """
+        if isinstance(options, Mapping):
+            self._longest_hold_s = whole_stream_s(accepted(refit_timeout(options)))
 
     @property
     def weight_version(self) -> int | None:
@@ -141,11 +157,20 @@ class ServingGate:
         """Holds off updates while a request runs; answers the version that it runs with.
 
         Raises:
-            EngineNotServing: when there are no whole weights.
+            EngineNotServing: when there are no whole weights, or an update is stuck.
             EngineOutdated: when the version is not the wanted one.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._updating)
+            try:
+                async with asyncio.timeout(self._longest_hold_s):
+                    await self._changed.wait_for(lambda: not self._updating)
+            except TimeoutError:
+                raise EngineNotServing(
+                    f"a weight update has held the request back for {self._longest_hold_s:g} s",
+                    state=phase_of(self.state).value,
+                    remedy="see whether the engine's process is stopped or stuck, and end it; raise"
+                    " refit_timeout_s if the update is only slow",
+                ) from None
             version = served_version(self.state, weight_version)
             self._running += 1
         try:

@@ -74,7 +74,7 @@ class TorchGenerationWorker:
         """
         steps: dict[str, Callable[..., object]] = {
             Step.MEASURE: self._total_memory_bytes,
-            Step.MAKE: self._receiver.init,
+            Step.MAKE: self._make,
             Step.PREPARE: self._receiver.prepare,
             Step.CONNECT: self._receiver.init_process_group,
             Step.FINALIZE: self._receiver.finalize,
@@ -121,6 +121,10 @@ class TorchGenerationWorker:
                 return await asyncio.to_thread(self._receiver.update)
             finally:
                 self._gate.state = self._receiver.state
+
+    def _make(self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, object]) -> None:
+        self._gate.hold_by(engine_kwargs)
+        self._receiver.init(backend, bucket_size_bytes, engine_kwargs)
 
     def _total_memory_bytes(self) -> int:
         return worker_total_memory_bytes(self._workers_on_host)

@@ -17,7 +17,7 @@ import msgspec
 from rollsync.pure.refit.blame import HowEnded, StepEnd
 from rollsync.pure.refit.engine_ranks import engine_state
 from rollsync.pure.refit.lifecycle import Closed, EngineState, Poisoned, Serving
-from rollsync.pure.refit.steps import UPDATE
+from rollsync.pure.refit.steps import UPDATE, Step
 from rollsync.shell.refit.errors import EngineStepFailed, RefitConfigurationError
 from rollsync.shell.refit.generation import (
     Completion,
@@ -90,6 +90,8 @@ class VllmGenerationWorker:
     ) -> object:
         """Runs one step of the checkpoint engine's life cycle on every rank of the engine."""
         llm = await self._engine()
+        if checkpoint_method == Step.MAKE:
+            self._gate.hold_by(method_args[-1])
         if checkpoint_method != UPDATE:
             return await self._step(llm, checkpoint_method, method_args)
         async with self._gate.update():
