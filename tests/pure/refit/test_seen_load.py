@@ -7,6 +7,7 @@ alone, scratch, and a stand-in of the first parameter.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -20,6 +21,7 @@ from rollsync.pure.refit.buckets import TensorSpec
 from rollsync.pure.refit.layout import Box
 from rollsync.pure.refit.load_events import (
     BatchEnded,
+    Changed,
     Copied,
     Filled,
     Found,
@@ -63,6 +65,7 @@ class Step(NamedTuple):
 
     target: At
     source: At | None
+    is_seen: bool = True
 
 
 Q, K = At(M.BATCH, 0), At(M.BATCH, 2)
@@ -96,7 +99,7 @@ class Model:
     """The bytes of every memory, with what a loader does to them."""
 
     def __init__(self) -> None:
-        self.bytes = {memory: bytearray([7] * 4) for memory in M}
+        self.bytes = {memory: bytearray(range(16 * memory, 16 * memory + 4)) for memory in M}
 
     def at(self, place: At) -> bytes:
         return bytes(self.bytes[place.memory][place.start : place.start + place.size])
@@ -109,7 +112,8 @@ class Model:
     def load(self, weights: bytes, steps: Iterable[Step]) -> list[LoadEvent]:
         self.put(At(M.BATCH, 0, 4), weights)
         events: list[LoadEvent] = [Received("q", Q.view), Received("k", K.view)]
-        for target, source in steps:
+        for target, source, is_seen in steps:
+            earlier = len(events)
             if source is None:
                 self.put(target, bytes(target.size))
                 events.append(Filled(target.view, is_zero=True))
@@ -122,6 +126,7 @@ class Model:
                 to_serving = target.memory in (M.QK, M.Q_ALONE, M.STAND_IN)
                 checksum = contents.hex() if to_serving and source.memory is M.BATCH else ""
                 events.append(Copied(target.view, source.view, checksum))
+            events = events if is_seen else events[:earlier]
         return [*events, BatchEnded()]
 
     def replay(self, weights: bytes, plan: LoadPlan) -> None:
@@ -141,13 +146,18 @@ class Model:
         return {name: self.at(at) for name, at in SERVING.items() if name[0] in plan.layers}
 
 
-def before(*, stands_in: bool) -> list[LoadEvent]:
-    serves: list[LoadEvent] = [Serves(name, name[0], at.view) for name, at in SERVING.items()]
+def before(*, stands_in: bool, are_buffers: bool = True) -> list[LoadEvent]:
+    """Not all of a buffer has to be loaded."""
+    serves: list[LoadEvent] = [
+        Serves(name, name[0], at.view, are_buffers) for name, at in SERVING.items()
+    ]
     return [*serves, StandsIn("a.qk", At(M.STAND_IN, 0, 4).view)] if stands_in else serves
 
 
 def plan_of(events: Sequence[LoadEvent], model: Model) -> LoadPlan:
-    seen = seen_load([*events, *(Found(name, at.view) for name, at in SERVING.items())])
+    after: list[LoadEvent] = [Found(name, at.view) for name, at in SERVING.items()]
+    after += [Changed(name) for name, at in SERVING.items() if model.at(at) != Model().at(at)]
+    seen = seen_load([*events, *after])
 
     def held(promise: Promise) -> str:
         at = SERVING[promise.parameter]
@@ -230,12 +240,17 @@ def of_one(own: At) -> tuple[Step, ...]:
 OF_Q, OF_K = of_one(Q), of_one(K)
 
 
-def check_left_out(of_q: Sequence[Step], of_k: Sequence[Step]) -> LoadPlan:
+UNSEEN_OF_Q, UNSEEN_OF_K = (
+    (*ways, *(step._replace(is_seen=False) for step in ways)) for ways in (OF_Q, OF_K)
+)
+
+
+def check_left_out(of_q: Sequence[Step], of_k: Sequence[Step], *, are_buffers: bool) -> LoadPlan:
     """What is loaded next, tensor by tensor, without those that the plan leaves out, is what a load
     of all is: also where these led to what has nothing of them."""
     model = Model()
     events = model.load(bytes([1, 2, 3, 4]), (*of_q, *of_k))
-    plan = plan_of([*before(stands_in=False), *events], model)
+    plan = plan_of([*before(stands_in=False, are_buffers=are_buffers), *events], model)
     for directly_first, is_lost in itertools.product((True, False), repeat=2):
         whole, other = Model(), Model()
         for each in (whole, other):
@@ -257,24 +272,42 @@ def check_left_out(of_q: Sequence[Step], of_k: Sequence[Step]) -> LoadPlan:
     return plan
 
 
-def test_no_tensor_is_left_out_of_a_short_load_that_led_to_anything_else() -> None:
+@pytest.mark.parametrize("are_buffers", [False, True])
+def test_no_tensor_is_left_out_of_a_short_load_that_led_to_anything_else(
+    are_buffers: bool,
+) -> None:
     found = set()
     for length in range(4):
         for of_q in range(length + 1):
             ways = (*[OF_Q] * of_q, *[OF_K] * (length - of_q))
             for steps in itertools.product(*ways):
-                found.add(tuple(check_left_out(steps[:of_q], steps[of_q:]).direct))
-    assert found == {(), ("q",), ("k",), ("q", "k")}
+                plan = check_left_out(steps[:of_q], steps[of_q:], are_buffers=are_buffers)
+                found.add(tuple(plan.direct))
+    assert found == {(), ("q", "k")} | ({("q",), ("k",)} if are_buffers else set())
+
+
+@pytest.mark.parametrize("are_buffers", [False, True])
+def test_no_tensor_is_left_out_that_may_have_led_to_what_was_not_seen(are_buffers: bool) -> None:
+    """Before and after everything was loaded, and instead."""
+    loaded = ((Step(At(M.QK, 0), Q), Step(At(M.Q_ALONE, 0), Q)), (Step(At(M.QK, 2), K),))
+    check = functools.partial(check_left_out, are_buffers=are_buffers)
+    found = set()
+    for first, last in itertools.product(UNSEEN_OF_Q, UNSEEN_OF_K):
+        for of_q, of_k in (((), ()), loaded):
+            found.add(tuple(check((first, *of_q), (*of_k, last)).direct))
+            found.add(tuple(check((*of_q, first), (last, *of_k)).direct))
+    assert {(), ("q", "k")} <= found
 
 
 @given(
-    st.lists(st.sampled_from(OF_Q), max_size=5),
-    st.lists(st.sampled_from(OF_K), max_size=5),
+    st.lists(st.sampled_from(UNSEEN_OF_Q), max_size=5),
+    st.lists(st.sampled_from(UNSEEN_OF_K), max_size=5),
+    st.booleans(),
 )
 def test_no_tensor_is_left_out_of_a_longer_load_that_led_to_anything_else(
-    of_q: list[Step], of_k: list[Step]
+    of_q: list[Step], of_k: list[Step], are_buffers: bool
 ) -> None:
-    check_left_out(of_q, of_k)
+    check_left_out(of_q, of_k, are_buffers=are_buffers)
 
 
 FILLED_BY_BOTH = (Step(At(M.QK, 0), Q), Step(At(M.QK, 2), K), Step(At(M.Q_ALONE, 0), Q))
@@ -431,6 +464,15 @@ def test_a_tied_parameter_counts_under_its_first_name() -> None:
         [*before(stands_in=False), Serves("c.q", "c", At(M.Q_ALONE, 0).view), *load], model
     )
     assert plan.layers == {"a", "b"}
+
+
+def test_of_a_load_that_was_not_all_watched_only_what_was_seen_counts() -> None:
+    serves = before(stands_in=False, are_buffers=False)
+    events = Model().load(bytes(4), [Step(At(M.QK, 0), Q)])
+    seen = seen_load([*serves, *events])
+    assert plan_seen(seen, None).tensors["q"].reads == (Box((0,), (2,)),)
+    assert plan_seen(seen, None).tensors["k"].reads == ()
+    assert plan_seen(seen, ["0000"]).tensors["k"].reads == (Box((0,), (2,)),)
 
 
 def test_a_name_of_the_same_bytes_is_tied_and_one_of_others_is_not() -> None:

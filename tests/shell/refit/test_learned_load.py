@@ -54,7 +54,7 @@ class Experts(torch.nn.Module):
         super().__init__()
         self.owned, self.turned = owned, turned
         self.into = torch.nn.Module()
-        self.into.weight = torch.nn.Parameter(torch.zeros(max(len(owned), 4), 4, 3))
+        self.into.weight = torch.nn.Parameter(torch.zeros(len(owned) or 4, 4, 3))
 
     @torch.no_grad()
     def load(self, name: str, tensor: torch.Tensor) -> None:

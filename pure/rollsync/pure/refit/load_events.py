@@ -73,6 +73,7 @@ class Serves(Struct, frozen=True):
     name: str
     layer: str
     view: View
+    is_buffer: bool = False
 
 
 class StandsIn(Struct, frozen=True):
@@ -148,4 +149,12 @@ class Found(Struct, frozen=True):
     view: View | None
 
 
-LoadEvent = Serves | StandsIn | Processed | Received | BatchEnded | Copied | Filled | Used | Found
+class Changed(Struct, frozen=True):
+    """After the load: a buffer's contents are not what they were before."""
+
+    name: str
+
+
+LoadEvent = (
+    Serves | StandsIn | Processed | Received | BatchEnded | Copied | Filled | Used | Found | Changed
+)

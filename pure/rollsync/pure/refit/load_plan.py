@@ -198,6 +198,16 @@ def plan_load(
     )
 
 
+def are_covered(regions: Iterable[Region], total_bytes: int) -> bool:
+    """Whether the regions have every byte from 0 to `total_bytes`, some perhaps more than once."""
+    position = 0
+    for start, end in sorted(each for region in _joined(regions) for each in region.intervals()):
+        if start > position:
+            return False
+        position = max(position, end)
+    return position >= total_bytes
+
+
 def covered_once(regions: Iterable[Region], total_bytes: int) -> bool:
     """Whether the regions have every byte from 0 to `total_bytes` exactly once."""
     position = 0

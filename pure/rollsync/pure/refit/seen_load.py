@@ -24,19 +24,22 @@ to do so in step 2, and there are no others.
 
 Rules kept here: what is not seen to be a plain copy is a problem of the tensor or parameter that it
 touches, and `plan_load` decides what follows; all that an operation is given of a received tensor
-counts as read; and a copy that was seen has to be found again, by its checksum, in the serving
-memory after the load.
+counts as read; and where a copy that was seen is not found again, by its checksum, in the serving
+memory after the load, or something is there that was not seen to be loaded, something was done that
+is not seen (by another thread, through an address), and every tensor is loaded as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rollsync.pure.refit.layout import whole
 from rollsync.pure.refit.load_events import (
     BatchEnded,
+    Changed,
     Copied,
     Filled,
     Found,
@@ -80,12 +83,15 @@ class SeenLoad(Struct, frozen=True):
         parameters: What serves, by name.
         promises: What remains to be compared.
         tied: Names that came with the very bytes of another one, and count as that one's.
+        unexplained: Parameters, and buffers that have changed, of which not all was seen to be
+            written; all of a parameter is loaded.
     """
 
     tensors: dict[str, SeenTensor]
     parameters: dict[str, SeenParameter]
     promises: tuple[Promise, ...]
     tied: frozenset[str]
+    unexplained: tuple[str, ...] = ()
 
 
 def seen_load(events: Iterable[LoadEvent]) -> SeenLoad:
@@ -96,25 +102,33 @@ def seen_load(events: Iterable[LoadEvent]) -> SeenLoad:
     return reader.seen()
 
 
-def plan_seen(seen: SeenLoad, held: Sequence[str]) -> LoadPlan:
+def plan_seen(seen: SeenLoad, held: Sequence[str] | None) -> LoadPlan:
     """The plan that follows.
 
     Args:
         seen: The load.
-        held: For each promise, the checksum of what its region holds now.
+        held: For each promise, the checksum of what its region holds now; None: not all of the load
+            was watched, and nothing is said of what was not seen.
     """
-    broken = {
-        promise.parameter
-        for promise, checksum in zip(seen.promises, held, strict=True)
-        if promise.checksum != checksum
-    }
-    parameters = {
-        name: replace(each, problem="it does not hold what was copied to it")
-        if name in broken
-        else each
-        for name, each in seen.parameters.items()
-    }
-    return replace(plan_load(seen.tensors, parameters), tied=seen.tied)
+    tensors: Mapping[str, SeenTensor] = seen.tensors
+    problem = "" if held is None else _unseen(seen, held)
+    if problem:
+        # It may be of any tensor, and any may have led to it.
+        tensors = {
+            name: SeenTensor(each.spec, (), each.problem or problem, (whole(each.spec),))
+            for name, each in seen.tensors.items()
+        }
+    return replace(plan_load(tensors, seen.parameters), tied=seen.tied)
+
+
+def _unseen(seen: SeenLoad, held: Sequence[str]) -> str:
+    """What shows that something was done that was not seen; empty when nothing does."""
+    for promise, checksum in zip(seen.promises, held, strict=True):
+        if promise.checksum != checksum:
+            return f"{promise.parameter} does not hold what was copied to it"
+    for name in seen.unexplained:
+        return f"not all that {name} holds was seen to be loaded"
+    return ""
 
 
 class _Reader:
@@ -162,6 +176,9 @@ class _Reader:
             case Found(name=name, view=found):
                 if name in self._parameters:
                     self._parameters[name].found(found)
+            case Changed(name=name):
+                if name in self._parameters:
+                    self._parameters[name].changed()
 
     def seen(self) -> SeenLoad:
         for scratch in self._scratch.values():
@@ -177,6 +194,9 @@ class _Reader:
                 if not self._parameters[copy.parameter].problem
             ),
             tied=frozenset(self._tied),
+            unexplained=tuple(
+                name for name, each in self._parameters.items() if not each.is_explained
+            ),
         )
 
     def _serves(self, event: Serves) -> None:
@@ -211,6 +231,8 @@ class _Reader:
             return
         self._changed(target)
         to, received = self._serving.get(target.memory), self._source_of(source)
+        if to is not None:
+            to.overwritten(target)
         if to is None:
             if received is None:
                 self._used(source, "a copy")
@@ -241,6 +263,7 @@ class _Reader:
         self._changed(target)
         to = self._serving.get(target.memory)
         if to is not None:
+            to.overwritten(target)
             to.touched(self._led_to(to))
             to.filled(target, is_zero=is_zero)
 

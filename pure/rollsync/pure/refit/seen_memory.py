@@ -12,7 +12,7 @@ from rollsync.pure.refit.buckets import TensorSpec
 from rollsync.pure.refit.kept import box_of_view
 from rollsync.pure.refit.layout import Box, whole
 from rollsync.pure.refit.load_events import Copied, Serves, View, are_same_bytes
-from rollsync.pure.refit.load_plan import Copy, Region, SeenParameter, SeenTensor
+from rollsync.pure.refit.load_plan import Copy, Region, SeenParameter, SeenTensor, are_covered
 
 
 class Memory:
@@ -114,6 +114,11 @@ class Serving(Memory):
         self._is_touched = False
         """Whether anything was done to it."""
         self._given_before = 0
+        self._is_buffer = event.is_buffer
+        self._overwritten: list[Region] = []
+        """What was seen to be written of itself, as opposed to a stand-in, by whatever."""
+        self._is_changed = False
+        """Whether it has other contents than before, if it is a buffer."""
         if not self.view.is_contiguous or self.view.offset_bytes:
             self.note_problem("its memory has gaps or another order, or is part of another's")
 
@@ -136,6 +141,24 @@ class Serving(Memory):
         """
         self._is_touched = True
         self._given_before = max(self._given_before, given_before)
+
+    def overwritten(self, target: View) -> None:
+        """Something was written to it, or to its stand-in."""
+        region = target.region()
+        if target.memory == self.view.memory and region is not None:
+            self._overwritten.append(region)
+
+    def changed(self) -> None:
+        """It has other contents than before the load."""
+        self._is_changed = True
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether nothing else can have been written to it than what was seen: all of a parameter
+        is loaded, and a buffer may be."""
+        return (self._is_buffer and not self._is_changed) or are_covered(
+            self._overwritten, self.view.total_bytes
+        )
 
     def stands_in(self, view: View) -> None:
         """The loader fills this memory first."""

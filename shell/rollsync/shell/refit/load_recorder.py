@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rollsync.pure.refit.load_events import (
     BatchEnded,
+    Changed,
     Copied,
     Filled,
     Found,
@@ -74,8 +75,16 @@ class LoadRecorder:
         # An address is not given to new memory while a weak reference to the old one is held.
         self._references: dict[int, StorageWeakRef] = {}
         self._serving = {name: tensor.detach() for name, (_, tensor) in serving.items()}
+        self._buffers: dict[str, str] = {}
+        """The checksums of what they hold before the load."""
         for name, (layer, tensor) in serving.items():
-            self._events.append(Serves(name, layer, self._target(tensor)))
+            is_buffer = not isinstance(tensor, torch.nn.Parameter)
+            view = self._view(tensor)
+            is_readable = view.is_plain and not tensor.is_meta
+            if about is None and is_buffer and is_readable and view.memory not in self._targets:
+                self._buffers[name] = _checksum(tensor)
+            self._targets.add(view.memory)
+            self._events.append(Serves(name, layer, view, is_buffer))
 
     def stand_in(self, name: str, meta: torch.Tensor) -> None:
         """Tells that the loader writes to `meta` first what becomes the parameter `name`."""
@@ -110,7 +119,14 @@ class LoadRecorder:
         for name in self._serving:
             tensor = now(name)
             self._events.append(Found(name, None if tensor is None else self._view(tensor)))
+        self._events += [
+            Changed(name)
+            for name, checksum in self._buffers.items()
+            if _checksum(self._serving[name]) != checksum
+        ]
         seen = seen_load(self._events)
+        if self._about is not None:
+            return plan_seen(seen, None)
         held = [
             _checksum(bytes_of(self._serving[promise.parameter], promise.region))
             for promise in seen.promises
