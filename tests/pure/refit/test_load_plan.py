@@ -13,6 +13,7 @@ from rollsync.pure.refit.load_plan import (
     Region,
     SeenParameter,
     SeenTensor,
+    are_covered,
     covered_once,
     plan_load,
     region_of,
@@ -82,6 +83,9 @@ def test_what_is_no_region() -> None:
 def test_covered_once_counts_every_byte(regions: list[Region], total: int) -> None:
     counted = sorted(byte for region in regions for byte in bytes_in(region))
     assert covered_once(regions, total) == (counted == list(range(total)))
+    for first in range(total + 1):
+        has_all = set(counted) >= set(range(first, total))
+        assert are_covered(regions, first, total - first) == has_all
 
 
 def test_plain_copies_are_direct() -> None:

@@ -430,6 +430,17 @@ def test_what_is_read_is_known_whatever_is_done_with_it(loader: Loader, read: li
     assert not plan.tensors["q"].is_direct
 
 
+def test_a_parameter_of_another_order_is_seen_to_be_loaded() -> None:
+    """As of an engine whose kernels want it so."""
+    model = Fused()
+    model.output.weight = torch.nn.Parameter(torch.zeros(3, 4).t())
+    memory = torch.zeros(4, 12)
+    model.table.weight = torch.nn.Parameter(memory[1, :10].view(5, 2))
+    plan = record(model, stream(), plain)
+    assert not any("was seen" in each.staged_because for each in plan.tensors.values())
+    assert plan.tensors["o"].reads == (Box((0, 3), (4, 3)),)
+
+
 def test_a_conversion_by_the_copy_itself_is_seen() -> None:
     weights = [(name, tensor.double()) for name, tensor in stream()]
     plan = record(Fused(), weights, plain)
@@ -466,6 +477,11 @@ def test_parameters_that_share_memory_are_not_written_past_the_loader() -> None:
     memory = torch.zeros(24)
     model.output.weight = torch.nn.Parameter(memory[:12].view(4, 3))
     model.attention.bias = torch.nn.Parameter(memory[12:])
-    plan = record(model, stream(), plain)
+
+    def load(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        plain(model, name, tensor)
+        model.get_parameter("attention.bias").data.zero_()
+
+    plan = record(model, stream(), load)
     assert "o" not in plan.direct
     assert "shares memory" in plan.tensors["o"].staged_because

@@ -198,14 +198,20 @@ def plan_load(
     )
 
 
-def are_covered(regions: Iterable[Region], total_bytes: int) -> bool:
-    """Whether the regions have every byte from 0 to `total_bytes`, some perhaps more than once."""
-    position = 0
+def are_covered(regions: Iterable[Region], first: int, total_bytes: int) -> bool:
+    """Whether the regions have every one of so many bytes, some perhaps more than once.
+
+    Args:
+        regions: The regions.
+        first: The first of the bytes.
+        total_bytes: How many there are.
+    """
+    position = first
     for start, end in sorted(each for region in _joined(regions) for each in region.intervals()):
         if start > position:
-            return False
+            break
         position = max(position, end)
-    return position >= total_bytes
+    return position >= first + total_bytes
 
 
 def covered_once(regions: Iterable[Region], total_bytes: int) -> bool:

@@ -206,7 +206,7 @@ class _Reader:
             self._serving[view.memory] = self._parameters[event.name] = Serving(event)
         elif (known.view.offset_bytes, known.view.shape) != (view.offset_bytes, view.shape):
             # This says more than that it is a part of another's memory.
-            known.problem = f"it shares memory with {event.name}"
+            known.shares(event)
 
     def _received(self, name: str, view: View) -> None:
         known = self._sources.get(name)

@@ -115,6 +115,8 @@ class Serving(Memory):
         """Whether anything was done to it."""
         self._given_before = 0
         self._is_buffer = event.is_buffer
+        self._views = [self.view]
+        """Itself, and whatever else serves in its memory."""
         self._overwritten: list[Region] = []
         """What was seen to be written of itself, as opposed to a stand-in, by whatever."""
         self._is_changed = False
@@ -132,6 +134,12 @@ class Serving(Memory):
             given_before=self._given_before,
         )
 
+    def shares(self, event: Serves) -> None:
+        """Something else than it serves in its memory."""
+        self.problem = f"it shares memory with {event.name}"
+        self._views.append(event.view)
+        self._is_buffer = self._is_buffer and event.is_buffer
+
     def touched(self, given_before: int) -> None:
         """Something was done to it.
 
@@ -144,8 +152,12 @@ class Serving(Memory):
 
     def overwritten(self, target: View) -> None:
         """Something was written to it, or to its stand-in."""
-        region = target.region()
-        if target.memory == self.view.memory and region is not None:
+        if target.memory != self.view.memory:
+            return
+        # All of it is, in whatever order its elements lie.
+        is_all = target in self._views
+        region = Region(target.offset_bytes, target.total_bytes) if is_all else target.region()
+        if region is not None:
             self._overwritten.append(region)
 
     def changed(self) -> None:
@@ -156,8 +168,9 @@ class Serving(Memory):
     def is_explained(self) -> bool:
         """Whether nothing else can have been written to it than what was seen: all of a parameter
         is loaded, and a buffer may be."""
-        return (self._is_buffer and not self._is_changed) or are_covered(
-            self._overwritten, self.view.total_bytes
+        return (self._is_buffer and not self._is_changed) or all(
+            are_covered(self._overwritten, view.offset_bytes, view.total_bytes)
+            for view in self._views
         )
 
     def stands_in(self, view: View) -> None:
