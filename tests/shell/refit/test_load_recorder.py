@@ -353,6 +353,12 @@ def to_a_buffer(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None
             model.get_buffer("output.seen").add_(1)
 
 
+def for_a_buffer(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    plain(model, name, tensor)
+    if name == "k":
+        model.get_submodule("output").seen = torch.ones(2)
+
+
 @pytest.mark.parametrize(
     ("loader", "says"),
     [
@@ -361,6 +367,7 @@ def to_a_buffer(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None
         (past_the_modes, "not all that attention.weight holds was seen"),
         (moved_by_address, "not all that attention.weight holds was seen"),
         (to_a_buffer, "not all that output.seen holds was seen"),
+        (for_a_buffer, "not all that output.seen holds was seen"),
         (overlapping, "attention.weight does not hold what was copied"),
         (behind_the_back, "attention.weight does not hold what was copied"),
     ],

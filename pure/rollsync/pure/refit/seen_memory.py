@@ -241,6 +241,7 @@ class Serving(Memory):
         mine = (self.view.memory, self.view.offset_bytes)
         if view is None or (view.memory, view.offset_bytes) != mine or not self._is_alike(view):
             self.note_problem("its memory was replaced")
+            self._is_changed |= view is not None and not self._has_stand_in
         elif self._has_stand_in and self._written and not self._is_settled:
             self.note_problem("it did not get what was loaded")
 
