@@ -22,9 +22,12 @@ from rollsync.shell.refit.engines.conformance_workers import (
 from rollsync.shell.refit.engines.errors import PeerFailed, TransferError
 from rollsync.shell.refit.engines.memory import BufferAllocationError, SharedBuffers
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent, RegistrationError
+from rollsync.shell.refit.engines.outlets import PARTS
+from rollsync.shell.refit.engines.receiving import READS_AHEAD
+from rollsync.shell.refit.engines.staged import BUFFERS
 from rollsync.shell.refit.errors import RefitConfigurationError, WeightMismatch
 from rollsync.shell.refit.weights import with_version
-from tests.shell.refit.engines.pairs import Pair, pair
+from tests.shell.refit.engines.pairs import BUCKET_BYTES, Pair, pair
 from tests.shell.refit.engines.peers import Peer, engine_of, receive_all
 
 BACKENDS = ["shm", "nixl", "auto"]
@@ -61,6 +64,23 @@ def test_the_receiver_raises_what_the_iterator_died_of(backend: str) -> None:
         (answer,) = rollouts.answers()
         assert PeerFailed.__name__ in answer.error_types
         assert "the trainer lost three_buckets" in answer.error
+
+
+def test_a_receiver_hears_of_a_failure_also_while_a_read_waits_for_the_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def announced_and_lost() -> Iterator[tuple[str, torch.Tensor]]:
+        # More parts than a receiver looks ahead for, so that it hears of them before the failure.
+        for index in range(2 * READS_AHEAD):
+            yield f"part {index}", torch.zeros(BUCKET_BYTES * BUFFERS // PARTS, dtype=torch.uint8)
+        raise ValueError("the trainer lost the rest")
+
+    # A sender that has failed answers no reader any more, so this one's first read never comes.
+    monkeypatch.setattr(NixlAgent, "progress", lambda _: None)
+    with pair("nixl") as ends:
+        _, heard = ends.stream(announced_and_lost()).errors
+    assert isinstance(heard, PeerFailed)
+    assert "the trainer lost the rest" in str(heard)
 
 
 def test_every_receiver_hears_of_the_failure_of_one(backend: str) -> None:

@@ -51,7 +51,8 @@ def test_messages_arrive_whole_and_in_order_however_they_are_cut(
         receiver.take(stream[start : start + piece])
         arrived += opened(receiver)
     assert arrived == messages
-    assert not receiver.has_unread
+    receiver.take(sender.seal(b"the next"))
+    assert opened(receiver) == [b"the next"]
 
 
 def test_a_frame_that_is_changed_anywhere_is_not_opened() -> None:

@@ -174,7 +174,8 @@ class ControlChannel:
         return self._others.popleft()
 
     def take_in(self) -> None:
-        """Keep what has come for `receive`, so that the other end is not stuck with sending it.
+        """Keep what has come for `receive`, so that the other end is not stuck with sending it, and
+        what it has said last, or that it is gone, is heard now.
 
         Raises:
             PeerFailed, PeerLost, PeerRefused: see `receive`.
@@ -243,20 +244,6 @@ class ControlChannel:
     def unexpected(self, body: ControlBody) -> PeerRefused:
         """The error for a message that has no place here."""
         return self.refused(f"an unexpected message, {type(body).__name__}")
-
-    def has_ended(self) -> bool:
-        """Whether the other end has closed the connection, or died, or the stream was
-        interrupted."""
-        if self._interruption is not None:
-            return True
-        if self._frames.has_unread:
-            return False
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def close(self) -> None:
         """End the connection."""

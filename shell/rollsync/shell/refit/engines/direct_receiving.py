@@ -135,9 +135,8 @@ class DirectReader:
             ]
             destinations.note_arrival(tensor.name)
         await _read(channel, remote, offered, reads, hashed=self.checksum)
-        if channel.has_ended():
-            # What was read may be another process's memory by now.
-            raise channel.lost()
+        # If the sender is gone, what was read may be another process's memory.
+        channel.take_in()
         if found and found[-1].sent is None:
             self._late = found.pop()
         await self._finish(channel, found)

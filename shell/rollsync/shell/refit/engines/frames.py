@@ -64,11 +64,6 @@ class Frames:
         """Whether the other end has proved itself."""
         return bool(self._key)
 
-    @property
-    def has_unread(self) -> bool:
-        """Whether something has come that was not opened yet."""
-        return bool(self._unread)
-
     def authenticate(self, secret: bytes, *nonces: bytes) -> None:
         """From here on frames carry codes of this stream, and may be long."""
         self._key = hashlib.blake2b(b"|".join(nonces), key=secret, digest_size=32).digest()

@@ -209,16 +209,16 @@ class OtherRegisteredMemory:
         """Begin to read.
 
         Raises:
-            PeerLost: NIXL cannot reach the sender.
-            PeerRefused: the sender has no such memory.
+            PeerFailed: the sender gave up.
+            PeerLost: it is gone, or NIXL cannot reach it.
+            PeerRefused: it has no such memory.
         """
         source = RunsOf(offered.memory, offered.device, batch.remote)
         target = RunsOf(self._place.memory, self._place.device, batch.local)
         try:
             read = self._agent().read_runs(self._peer, source, target)
         except UnknownMemory as error:
-            if channel.has_ended():
-                raise channel.lost() from error
+            channel.take_in()
             raise channel.refused(f"an offer of memory that cannot be read ({error})") from error
         except NixlError:
             self._lose()
@@ -298,7 +298,8 @@ class UnderWay:
         """Wait for it.
 
         Raises:
-            PeerLost: the sender is gone, or NIXL cannot reach it.
+            PeerFailed: the sender gave up.
+            PeerLost: it is gone, or NIXL cannot reach it.
             TransferTimeout: it takes too long.
         """
         with as_loss(self._channel), self._losing():

@@ -246,7 +246,8 @@ class NixlMedium:
         """Wait for the read that was begun there.
 
         Raises:
-            PeerLost: the sender is gone, or NIXL cannot reach it.
+            PeerFailed: the sender gave up.
+            PeerLost: it is gone, or NIXL cannot reach it.
             TransferTimeout: the read takes too long.
         """
         read = self._reads.get(first_byte)
@@ -280,7 +281,7 @@ async def arrival(channel: ControlChannel, read: Read, timeout_s: float) -> None
 
     Raises:
         NixlError: it will not.
-        PeerLost: the sender is gone.
+        PeerFailed, PeerLost, PeerRefused: the sender gave up, or is gone.
         TransferTimeout: it takes too long.
     """
     loop = asyncio.get_running_loop()
@@ -293,8 +294,8 @@ async def arrival(channel: ControlChannel, read: Read, timeout_s: float) -> None
         # This core may be what moves the bytes, so it rests only when they take long.
         await asyncio.sleep(PAUSE_S if now - begun > PATIENCE_S else 0)
         paused = now
-        if channel.has_ended():
-            raise channel.lost()
+        # A sender that has failed moves no bytes any more, nor does one that is gone.
+        channel.take_in()
         if now - begun > timeout_s:
             raise channel.error(
                 TransferTimeout,

@@ -142,13 +142,15 @@ class OtherMemory:
         """Read.
 
         Raises:
-            PeerLost: the sender is gone.
+            PeerFailed: the sender gave up.
+            PeerLost: it is gone.
             PeerRefused: it has no such memory.
         """
         try:
             read_memory(self._process, batch.remote, batch.local)
         except OSError as error:
-            if error.errno == errno.ESRCH or channel.has_ended():
+            channel.take_in()
+            if error.errno == errno.ESRCH:
                 raise channel.lost() from error
             raise channel.refused(
                 f"an offer of memory that cannot be read ({error.strerror})"
