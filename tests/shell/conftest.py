@@ -1,10 +1,8 @@
 """One small Ray cluster for the tests with real actors."""
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import ray
@@ -24,9 +22,13 @@ def cluster() -> Iterator[None]:
     """A cluster of this host, without a dashboard.
 
     Its processes inherit the environment. As a `runtime_env` it would keep the actors from the
-    workers that Ray has started before they are asked for.
+    workers that Ray has started before they are asked for. And what Ray itself puts into the
+    environment stays there: with the mode of its authentication taken away, the next cluster of
+    this process would refuse its own driver.
     """
-    with mock.patch.dict(os.environ, ENVIRONMENT):
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in ENVIRONMENT.items():
+            environment.setenv(name, value)
         ray.init(
             address="local",
             num_cpus=4,
