@@ -127,10 +127,15 @@ ENDS = [
 
 @pytest.fixture(autouse=True)
 def heeded() -> Iterator[None]:
-    """What a shell starts in the background ignores a SIGINT, and children inherit that."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """What a shell starts in the background ignores a SIGINT, and what nohup starts a SIGHUP, and
+    children inherit that."""
+    default = {signal.SIGINT: signal.default_int_handler}
+    handlers = {
+        number: signal.signal(number, default.get(number, signal.SIG_DFL)) for number, _ in ENDS
+    }
     yield
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
