@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import multiprocessing
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from rollsync.shell.refit.engines.direct_reads import memory_at
 from rollsync.shell.refit.engines.nixl_agent import NixlAgent
 from rollsync.shell.refit.engines.process_memory import read_memory
 from rollsync.shell.refit.weights import dtype_name
+from tests.bench.processes import spawned
 from tests.bench.refit_stream import connect
 
 FLAT_BYTES: Final = 512 << 20
@@ -194,16 +194,7 @@ class Ends:
     """
 
     def __init__(self, sets: Mapping[str, Shapes]) -> None:
-        spawning = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in (0, 1):
-            mine, theirs = spawning.Pipe()
-            process = spawning.Process(target=_serve, args=(theirs, rank, sets), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
+        self._pipes, self._processes = spawned(_serve, 2, sets)
         self._policy, agent = self._ask(0, "identify")
         self._ask(1, "meet", agent)
         self._places = {key: self._ask(0, "places", key) for key in ("model", "flat")}

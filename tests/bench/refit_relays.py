@@ -9,7 +9,6 @@ one copy of the model, from the start until everybody has loaded it. Called by `
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import statistics
 import time
@@ -23,6 +22,7 @@ import torch
 from rollsync.shell.refit.engines import CheckpointEngine, create_checkpoint_engine
 from rollsync.shell.refit.engines.metadata import HOST_LABEL
 from tests.bench.measure import row
+from tests.bench.processes import spawned
 from tests.bench.refit_stream import connect, stream
 
 ROUNDS: Final = 5
@@ -107,16 +107,7 @@ class _Ends:
     """All processes."""
 
     def __init__(self, shapes: Shapes) -> None:
-        spawning = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for index in range(_PROCESSES):
-            mine, theirs = spawning.Pipe()
-            process = spawning.Process(target=_serve, args=(theirs, index, shapes), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
+        self._pipes, self._processes = spawned(_serve, _PROCESSES, shapes)
 
     def ask(self, count: int, *command: object) -> list[Any]:
         """Let the first of them do something at once."""

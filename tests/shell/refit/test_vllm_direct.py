@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rollsync.shell.refit.load_recorder import serving_tensors
-from rollsync.shell.refit.refit_receiver import RefitReceiver
 from rollsync.shell.refit.refit_sender import RefitSender
 from rollsync.shell.refit.weights import checkpoint_weights
 from tests.shell.refit.tiny_models import make_model, save_model
@@ -23,17 +22,8 @@ VOCABULARY = 100
 
 def weights_after(model: VllmModel, options: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """The serving weights after three syncs over an engine of these options."""
-    from rollsync.shell.refit.vllm_loader import VllmModelUpdate
-
     sender = RefitSender(rank=0)
-    receiver = RefitReceiver(
-        local_rank=0,
-        engine_world_size=1,
-        make_update=lambda recorder: VllmModelUpdate(
-            model.config, model.config.model_config, model.module, recorder
-        ),
-        model=lambda: model.module,
-    )
+    receiver = model.receiver()
     for end in (sender, receiver):
         end.init("shm", 65536, {"refit_timeout_s": 30.0, **options})
     metadata = [sender.prepare(), receiver.prepare()]

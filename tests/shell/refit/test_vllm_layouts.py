@@ -129,15 +129,13 @@ class Learned:
 
 def learn_parts(model: VllmModel) -> Learned:
     """What this rank's loader reads, and what it makes of that alone."""
-    from rollsync.shell.refit.vllm_loader import VllmModelUpdate
-
     case = CASES[Path(model.config.model_config.model).name]
     known = LearnedLoad(lambda: model.module, is_shared=True)
     known.declare(case.specs())
 
     def load(loads: Iterable[Batch], *, watched: bool) -> None:
         recorder = known.reception(directly=False).recorder if watched else None
-        update = VllmModelUpdate(model.config, model.config.model_config, model.module, recorder)
+        update = model.update(recorder)
         update.start()
         for each in loads:
             update.load(each)

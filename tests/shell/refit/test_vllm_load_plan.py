@@ -32,11 +32,9 @@ class Learned:
 
 
 def learn_and_replay(model: VllmModel, *, tied: bool) -> Learned:
-    from rollsync.shell.refit.vllm_loader import VllmModelUpdate
-
     def load(seed: int, recorder: LoadRecorder | None) -> None:
         weights = list(checkpoint_weights(make_model(tied=tied, seed=seed, vocabulary=VOCABULARY)))
-        update = VllmModelUpdate(model.config, model.config.model_config, model.module, recorder)
+        update = model.update(recorder)
         update.start()
         for first in range(0, len(weights), 5):
             # One memory for every batch, which the next overwrites, as with buckets.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rollsync.shell.refit.refit_receiver import RefitReceiver
 from tests.shell.refit.tiny_models import TinyPolicy, save_model
 from tests.shell.refit.vllm_models import VllmModel, on_ranks
 
@@ -35,17 +34,8 @@ def scales_after(
     model: VllmModel, options: Mapping[str, object], syncs: list[dict[str, float]]
 ) -> list[list[tuple[str, float, float]]]:
     """The scales that attention computes with after each of several syncs with these."""
-    from rollsync.shell.refit.vllm_loader import VllmModelUpdate
-
     policy = TinyPolicy()
-    receiver = RefitReceiver(
-        local_rank=0,
-        engine_world_size=1,
-        make_update=lambda recorder: VllmModelUpdate(
-            model.config, model.config.model_config, model.module, recorder
-        ),
-        model=lambda: model.module,
-    )
+    receiver = model.receiver()
     engine = {
         "backend": "shm",
         "bucket_size_bytes": 65536,

@@ -11,9 +11,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+from rollsync.shell.refit.load_recorder import LoadRecorder
+from rollsync.shell.refit.refit_receiver import RefitReceiver
+
+if TYPE_CHECKING:
+    from rollsync.shell.refit.vllm_loader import VllmModelUpdate
 
 _T = TypeVar("_T")
 START_TIMEOUT_S = 240
@@ -26,6 +32,21 @@ class VllmModel:
     config: Any
     module: torch.nn.Module
     rank: int
+
+    def update(self, recorder: LoadRecorder | None) -> VllmModelUpdate:
+        """An update of it by vLLM's own loader."""
+        from rollsync.shell.refit.vllm_loader import VllmModelUpdate
+
+        return VllmModelUpdate(self.config, self.config.model_config, self.module, recorder)
+
+    def receiver(self) -> RefitReceiver:
+        """The receiving end of an engine that is this model alone."""
+        return RefitReceiver(
+            local_rank=0,
+            engine_world_size=1,
+            make_update=self.update,
+            model=lambda: self.module,
+        )
 
 
 def on_ranks(

@@ -238,8 +238,7 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Result[Bucke
         error = check_tensor(spec, names)
         if error is not None:
             return Failure(error)
-        names.add(spec.name)
-        names.update(spec.aliases)
+        names.update(spec.names)
         before = cursor
         cursor, chunks = place_tensor(cursor, spec, bucket_bytes)
         placements.append(Placement(spec, chunks))
@@ -273,8 +272,7 @@ def measure_stream(specs: Iterable[TensorSpec], bucket_bytes: int) -> Result[Str
         error = check_tensor(spec, names)
         if error is not None:
             return Failure(error)
-        names.add(spec.name)
-        names.update(spec.aliases)
+        names.update(spec.names)
         before = cursor
         cursor, first = place_first(cursor, spec, bucket_bytes)
         size = spec.tensor_bytes
